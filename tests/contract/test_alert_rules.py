@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_operations import BY, NAME, OTHER_LABELS, PAGE, samples
+from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.peers import PeerState
 from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
 from vllm_commext.proxy.two_step import LocalPrefill
@@ -79,6 +80,14 @@ def test_the_slowest_start_that_the_manifests_allow_raises_no_alert(name: str) -
     assert (
         int(rule["for"].removesuffix("m")) * 60 > probe["periodSeconds"] * probe["failureThreshold"]
     )
+
+
+def test_a_prefill_engine_that_was_removed_raises_no_alert() -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == "CommextPeersLost")
+    config = ConnectorConfig(side_channel_host="", side_channel_port=0)
+    minutes = int(rule["for"].removesuffix("m"))
+    assert minutes * 60 > config.peer_idle_timeout
+    assert f"lost or suspect for {minutes} minutes" in PAGE
 
 
 def promtool(*arguments: object) -> None:

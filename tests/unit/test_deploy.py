@@ -17,7 +17,7 @@ import pytest
 from vllm_commext.cli import main
 from vllm_commext.compat.versions import WINDOW, is_release_of
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
-from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.settings import read_settings
@@ -116,6 +116,17 @@ def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
                     assert source["podSelector"]["matchLabels"] in pods.values()
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_are_reached_by_all_that_read_from_or_ask_them(name: str) -> None:
+    rules = of_kind("NetworkPolicy")[name]["spec"]["ingress"]
+    everything = [one for rule in rules if "ports" not in rule for one in rule["from"]]
+    # With reuse_blocks prefill engines ask decode engines, and these one another.
+    askers = ["commext-decode"] if name == "commext-prefill" else [*ENGINES]
+    assert [one["podSelector"]["matchLabels"] for one in everything] == [
+        labels(asker) for asker in askers
+    ]
+
+
 def test_each_deployment_has_a_budget_that_lets_one_pod_go() -> None:
     budgets = of_kind("PodDisruptionBudget")
     assert set(budgets) == set(of_kind("Deployment"))
@@ -206,6 +217,9 @@ def test_an_engine_is_drained_before_it_is_stopped(name: str) -> None:
     assert not set(mounts) & set(file.parents)
     pod = of_kind("Deployment")[name]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > args.wait + seconds
+    # What a prefill engine keeps for decode engines has ended by then, and it has been seen idle.
+    kept = ConnectorConfig(side_channel_host="", side_channel_port=0).kv_lease_max_duration
+    assert args.wait > kept + args.quiet
     # While it drains, /health is 503, and the engine is not to be restarted.
     assert found["livenessProbe"]["httpGet"] == {"path": "/ping", "port": "http"}
 
