@@ -91,7 +91,8 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
         why="an engine that only waits for the connector sleeps, and first tokens from elsewhere "
         "are sent before a step; vLLM steps on, and has no hook",
-        guard="only where the connector is made, and vLLM is a tested one",
+        guard="only where the connector is made, and each of the parts `engine step`, `nixl first "
+        "token` and `pauses` is tested, of the same source, or self-tested",
         test="tests/contract/test_engine_wait.py",
         removal="vLLM lets a connector say when an engine without tokens has to step, and give a "
         "request its first token",

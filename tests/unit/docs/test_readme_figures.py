@@ -72,6 +72,10 @@ def test_what_the_prose_says_of_added_latency_is_what_was_measured() -> None:
     vllm = re.search(r"vLLM (\d+\.\d+)\.", figures.load(figures.FIRST)["about"]["versions"])
     assert vllm
     assert f"Two H100, vLLM {vllm[1]}, an 8B-shaped model" in PROSE
+    command = figures.load(figures.FIRST)["about"]["command"]
+    (chunk,) = re.findall(r"--max-num-batched-tokens \d+", command)
+    assert f"`{chunk}`" in PROSE
+    assert f"`{chunk}`" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert f"NixlConnector {' and '.join(theirs)} to the first token" in PROSE
     assert f"vllm_commext {' and '.join(proxy)}]" in PROSE
     assert f"{' and '.join(client)} ms more than one server's" in PROSE
