@@ -260,7 +260,7 @@ class EngineServer:
 
 @dataclass
 class Cluster:
-    """Engines, the proxy in front of them, and a client's session."""
+    """Engines, the proxy in front of them, and a client's session; stack: ends with them."""
 
     prefill: list[EngineServer]
     decode: list[EngineServer]
@@ -269,6 +269,7 @@ class Cluster:
     url: str
     runner: Any
     both: list[EngineServer]
+    stack: AsyncExitStack
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         """The client's request: an async context manager of the response."""
@@ -341,7 +342,8 @@ async def running_cluster(
         timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         cluster = Cluster(
-            *(servers["prefill"], servers["decode"], proxy, session, url, runner, servers["both"])
+            *(servers["prefill"], servers["decode"], proxy, session, url, runner, servers["both"]),
+            stack,
         )
         yield cluster
         await cluster.idle()

@@ -32,6 +32,7 @@ class Stranger:
     async def of(cls, cluster: Any, data: bytes = b"") -> "Stranger":
         host, port = cluster.url.removeprefix("http://").split(":")
         stranger = cls(*await asyncio.open_connection(host, int(port)))
+        cluster.stack.callback(stranger._writer.close)
         stranger._writer.write(data)
         return stranger
 
