@@ -86,8 +86,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one connection's request."""
         is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
-        is_new = is_work and all(name != _LEAVING for name, _ in scope.get("headers", ()))
-        if (is_new or scope.get("path") == "/health") and self._file.is_there():
+        is_health = scope.get("path") == "/health"
+        drains = (is_work or is_health) and self._file.is_there()
+        if drains and (is_health or not _repeats(scope)):
             await self._refuse(scope, receive, send)
             return
         self._num_in_flight += is_work
@@ -113,3 +114,8 @@ class Gate:
         headers = [(b"content-type", b"application/json"), (HEADER.lower().encode(), b"1")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+
+def _repeats(scope: Scope) -> bool:
+    """Whether a request repeats one under way here."""
+    return any(name == _LEAVING for name, _ in scope.get("headers", ()))

@@ -92,8 +92,8 @@ PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
 READS_SECONDS = 45.0
-"""Bound for reading a peer's memory, unless it is less: NIXL itself waits minutes for one that does
-not answer."""
+"""Bound for reading a peer's memory, unless it is less: NIXL itself has none, and may be told to
+wait minutes for a connection."""
 PROGRESS_SECONDS = 2.0
 
 

@@ -189,9 +189,10 @@ def probe_reads(peer: str, secret_file: str) -> Iterable[Check]:
     except Exception as error:  # noqa: BLE001 NIXL raises many types
         yield said.failure("NIXL", f"no agent here: {error or type(error).__name__}", NO_METADATA)
         return
+    secret = read_secret(secret_file)
     number, count = 0, 1
     while number < count:
-        answer = _describe(host, port, read_secret(secret_file), number)
+        answer = _describe(host, port, secret, number)
         worker = open_description(answer)
         count = worker.layout.tp_size * worker.layout.pp_size
         yield _read(agent, worker, said, f"worker {number} of {count}")

@@ -30,7 +30,6 @@ SideChannelFields = Mapping[str, str | int]
 INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
 STEPS_METRIC = "vllm:iteration_tokens_total_count"
-_CACHES = 'enable_prefix_caching="True"'
 _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
 
@@ -114,7 +113,8 @@ def read_capabilities(page: str) -> Capabilities:
         flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
         flags["streams"] &= labels["engine"] not in without
         ranks.append(Rank(labels["engine"], channel, **flags))
-    caches = any(line.startswith(CACHE_METRIC) and _CACHES in line for line in page.splitlines())
+    settings = (sample.labels for sample in _samples(page, CACHE_METRIC))
+    caches = any(one.get("enable_prefix_caching") == "True" for one in settings)
     return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
 
 
