@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from goodputs.engines import STARTING_SHARE
 from handovers.variants import Setup, write_model
 
-from tests.kit import cluster
+from tests.kit import cluster, fixed_cache
 from tests.kit.servers import CUDA_ENVIRON, LOOPBACK, ProxyServer, VllmServer, free_port
 
 POLL_SECONDS = 0.005
@@ -48,9 +47,7 @@ def make(
         args += ["--max-num-seqs", str(2 * setup.concurrency)]
         environ = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_STRICT": "1"}
         if setup.device == "cuda":
-            kv_bytes = int(shape.kv_gib * (1 << 30))
-            args += ["--gpu-memory-utilization", str(STARTING_SHARE)]
-            args += ["--kv-cache-memory-bytes", str(kv_bytes)]
+            args += fixed_cache(int(shape.kv_gib * (1 << 30)))
             environ["CUDA_VISIBLE_DEVICES"] = shape.gpu
         made.append(
             VllmServer(

@@ -72,9 +72,7 @@ def serving(model: Path, folder: Path) -> Iterator[Servers]:
         environ = {**SECRET, **more}
         return cluster.engine_server(name, model, folder, config, args=args, environ=environ)
 
-    # Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
-    queue = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
-    plain = cluster.plain_server("plain", model, folder, args=args, environ=queue)
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
     prefill_server = engine("prefill", "kv_producer", cluster.CONNECTOR)
     decode = engine("decode", "kv_consumer", VLLMS_NAME, **{ALIAS: "1"})
     engines = [plain, prefill_server, decode]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.kit.composed import Cluster
 from tests.kit.tiny_model import write_tiny_model
 
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forked_servers: None) -> None:
     """As ``forked_servers``."""
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    """A network namespace of its own, and the way there."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(namespace_link())
+        except NetworkError as error:
+            pytest.skip(f"this machine permits no network namespaces: {error}")
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,6 @@ CHUNK_TOKENS = 128
 HANDOVERS = "vllm:commext_nixl_handovers_total"
 FAILURES = "vllm:commext_nixl_failures_total"
 ATOL = 1e-4  # nats, at float32
-# Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
-PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
@@ -95,7 +93,7 @@ def servers(
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
     args += ["--tool-call-parser", "hermes", "--reasoning-parser", request.param]
     chunk = ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
-    plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
     prefill, decode = (
         cluster.engine_server(name, model, folder, cluster.kv_transfer_config(role), args=options)
         for name, role, options in (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.network import Link, NetworkError, namespace_link
+from tests.chaos.network import Link
 from tests.kit import cluster
 from tests.kit.parity import complete
 from vllm_commext.cli import main
@@ -23,17 +23,6 @@ PORT = 5699
 START_SECONDS = 120
 UCX = {"UCX_TLS": "tcp", "UCX_TCP_PORT_RANGE": PORTS}
 Checks = dict[str, dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Link]:
-    manager = namespace_link()
-    try:
-        found = manager.__enter__()
-    except NetworkError as error:
-        pytest.skip(f"this machine permits no network namespaces: {error}")
-    yield found
-    manager.__exit__(None, None, None)
 
 
 @contextmanager

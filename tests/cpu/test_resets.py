@@ -27,8 +27,6 @@ COMPUTED = "vllm:prompt_tokens_by_source_total"
 REUSED = f"{NIXL}reuse_blocks_total"
 SECRET = "0123456789abcdef" * 2
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1", "COMMEXT_NIXL_SECRET": SECRET}
-# Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
-PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
 LENGTHS = (100, 3 * CHUNK_TOKENS + 5)
 _dice = random.Random(7)
 
@@ -156,7 +154,7 @@ def servers(
     files[0].touch()
     models = (model, other_model)
     plain = [
-        cluster.plain_server(f"plain{number}", path, folder, environ=PLAIN_ENVIRON)
+        cluster.plain_server(f"plain{number}", path, folder, environ=cluster.PLAIN_ENVIRON)
         for number, path in enumerate(models)
     ]
     extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0}

@@ -30,7 +30,7 @@ from tests.cpu.event_streams import (
     told,
 )
 from tests.cpu.first_tokens import FIRST_TOKENS
-from tests.cpu.test_first_token import PLAIN_ENVIRON, TOOLS, with_markup
+from tests.cpu.test_first_token import TOOLS, with_markup
 from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
 from tests.kit.installed import VLLM
@@ -132,7 +132,7 @@ def servers(
     if has_adapter:
         adapter = write_lora(folder / ADAPTER, model, 0)
         args += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"]
-    plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
     roles = {"prefill": "kv_producer", "first": "kv_consumer", "second": "kv_consumer"}
     made = {
         name: cluster.engine_server(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.network import Link, NetworkError, namespace_link
+from tests.chaos.network import Link
 from tests.kit import cluster
 from tests.kit.parity import complete
 from tests.kit.ports import free_port
@@ -28,17 +28,6 @@ END_SECONDS = 90
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 LEFT = "commext: shm_queue: left to vLLM's own: a queue has readers on other hosts"
 OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Link]:
-    manager = namespace_link()
-    try:
-        found = manager.__enter__()
-    except NetworkError as error:
-        pytest.skip(f"this machine permits no network namespaces: {error}")
-    yield found
-    manager.__exit__(None, None, None)
 
 
 ALL_ON = {  # as far as a machine without GPUs lets them be asked for

@@ -22,8 +22,6 @@ from tests.kit.servers import ProxyServer, Server, VllmServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-# Without the connector. vLLM's own queue keeps a core busy for a second after each answer.
-PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **cluster.QUEUE_ENVIRON}
 NIXL = "vllm:commext_nixl_"
 FREE_SECONDS = 2.0
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -54,7 +52,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
     args = ["--chat-template", str(template), "--enable-prompt-tokens-details"]
-    plain = cluster.plain_server("plain", model, folder, args=args, environ=PLAIN_ENVIRON)
+    plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
     engines: list[VllmServer] = []
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         chunk = ["--max-num-batched-tokens", "128"] if name == "prefill" else []

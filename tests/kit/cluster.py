@@ -41,6 +41,8 @@ ENGINE_ARGS = (
 # vLLM's queue keeps a core busy for each worker for a second after every message, and all the while
 # that a prefilled request waits for its reader: on two cores the other servers wait for it.
 QUEUE_ENVIRON = {"VLLM_COMMEXT_SHM_QUEUE": "1"}
+PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **QUEUE_ENVIRON}
+"""Of a server without the connector that leaves cores to others."""
 
 # A loaded machine with two cores answers late; how soon somebody gives up is not what is shown.
 HANDSHAKE_SECONDS = 60.0
