@@ -110,7 +110,7 @@ def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
         assert policy["spec"]["podSelector"]["matchLabels"] == pods[name]
         for rule in policy["spec"]["ingress"]:
             for source in rule["from"]:
-                if "namespaceSelector" in source:
+                if "namespaceSelector" in source or name == "commext-proxy":
                     assert rule["ports"] == [{"protocol": "TCP", "port": "http"}]
                 else:
                     assert source["podSelector"]["matchLabels"] in pods.values()
@@ -125,6 +125,29 @@ def test_engines_are_reached_by_all_that_read_from_or_ask_them(name: str) -> Non
     assert [one["podSelector"]["matchLabels"] for one in everything] == [
         labels(asker) for asker in askers
     ]
+
+
+def test_the_proxy_is_open_to_pods_that_are_labelled_for_it_and_no_others() -> None:
+    policies = of_kind("NetworkPolicy")
+    assert set(policies) == set(of_kind("Deployment"))
+    ((clients, _),) = (rule["from"] for rule in policies["commext-proxy"]["spec"]["ingress"])
+    selector = {"matchExpressions": [{"key": "commext-client", "operator": "Exists"}]}
+    assert clients == {"podSelector": selector}
+
+
+def test_prometheus_operator_is_told_of_the_pods_and_their_port() -> None:
+    folder = K8S / "monitoring"
+    resources = yaml.safe_load((folder / KUSTOMIZATION).read_text())["resources"]
+    assert resources == [path.name for path in sorted(folder.glob("*.yaml"))[1:]]
+    monitor = yaml.safe_load((folder / "pods.yaml").read_text())["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    for name in (*ENGINES, "commext-proxy"):
+        assert monitor["selector"]["matchLabels"].items() <= labels(name).items()
+        assert endpoint["port"] in {port["name"] for port in container(name)["ports"]}
+    rules = yaml.safe_load((folder / "rules.yaml").read_text())
+    alerts = yaml.safe_load((ROOT / "deploy" / "prometheus" / "commext_alerts.yml").read_text())
+    assert rules["kind"] == "PrometheusRule"
+    assert rules["spec"] == alerts
 
 
 def test_each_deployment_has_a_budget_that_lets_one_pod_go() -> None:
@@ -244,6 +267,9 @@ def test_the_proxy_is_started_with_options_that_it_has_and_services_that_there_a
     assert found["command"] == ["vllm-commext", "proxy"]
     args = main._build_parser(["proxy"]).parse_args(["proxy", *found["args"]])
     config = ProxyConfig(prefill=args.prefill, decode=args.decode, host=args.host, port=args.port)
+    (seconds,) = found["lifecycle"]["preStop"]["exec"]["command"][1:]
+    pod = of_kind("Deployment")["commext-proxy"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + args.drain_timeout_seconds
     served = {f"dns+http://{name}:8000" for name in of_kind("Service")}
     assert {*config.prefill, *config.decode} <= served
     assert "httpGet" not in found["livenessProbe"]

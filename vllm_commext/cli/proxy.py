@@ -85,9 +85,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="an engine that takes either step (kv_role kv_both), or both of one request",
     )
-    add("--host", default=ProxyConfig.host, help="default: %(default)s")
+    add(
+        "--host",
+        default=ProxyConfig.host,
+        metavar="ADDRESS",
+        help="to listen on; default: %(default)s",
+    )
     add("--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s")
-    add("--admin-host", default=ProxyConfig.admin_host, help="default: %(default)s")
+    add(
+        "--admin-host",
+        default=ProxyConfig.admin_host,
+        metavar="ADDRESS",
+        help="of the admin port; default: %(default)s",
+    )
     add(
         "--admin-port",
         type=int,

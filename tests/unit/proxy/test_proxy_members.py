@@ -51,6 +51,20 @@ def test_an_engine_that_nobody_names_goes_when_its_last_request_has_ended() -> N
     assert (pools["decode"].engines, removed) == ((), [engine])
 
 
+def test_streams_leave_an_engine_that_drains_though_nobody_names_it_any_more() -> None:
+    """As Kubernetes ends a pod: its address goes first, its `preStop` drains it then."""
+    one, pools = registry()
+    one.name("DNS", [D1, D2])
+    engine = pools["decode"].engines[0]
+    told: list[str] = []
+    engine.on_drain.add(lambda: told.append(engine.url))
+    with engine.working(10):
+        one.name("DNS", [D2])
+        assert (engine.leaving, told) == (True, [])
+        engine.note_drain()
+        assert (engine.is_emptied, told) == (True, [D1.url])
+
+
 def test_an_engine_that_is_named_again_while_it_leaves_stays() -> None:
     one, pools = registry()
     one.name("file", [D1])

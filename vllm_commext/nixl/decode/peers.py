@@ -63,7 +63,7 @@ class Peer:
         releases: remote requests that it is to be released from as soon as it is ready.
         wanted_incarnation: start of its engine that the last request was of, "" for any.
         last_used: when a request needed it last.
-        drains: it has said that it takes no new requests, and will go.
+        drains: it has said that it takes no new requests, and will go; until it answers again.
     """
 
     key: PeerKey
@@ -111,7 +111,8 @@ RETIRE_SECONDS = 0.1
 """Between two looks for peers that are not needed any more."""
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
 DRAINING, RETIRED = "draining", "retired"
-"""How a ready peer is counted that has said that it drains, and a link whose last reads go on."""
+"""How a peer is counted that has said that it drains, also after its end, and a link whose last
+reads go on."""
 
 
 class PeerTable:
@@ -155,7 +156,7 @@ class PeerTable:
     def count_states(self) -> dict[str, int]:
         """Peers by state, every state named, and those that are ``DRAINING`` or ``RETIRED``."""
         peers = self._peers.values()
-        counts = Counter(DRAINING if one.drains and one.ready_link else one.state for one in peers)
+        counts = Counter(DRAINING if one.drains else one.state for one in peers)
         counts[RETIRED] = self._links.num_retired
         return {state: counts[state] for state in (*PeerState, DRAINING, RETIRED)}
 
