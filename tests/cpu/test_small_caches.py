@@ -18,9 +18,12 @@ from tests.kit.servers import ProxyServer, VllmServer
 NUM_BLOCKS = 40
 CHECK_SECONDS = 1.0
 LONG_PROMPT = 900
-STRANGERS = (100, 120, 140)
-"""Tokens of their answers. Two fit at a time and the third waits, so that the cache is never so
-empty that a long prompt fits, whenever the engine is asked."""
+LONG_ANSWER = 64
+"""Tokens. What waiting for room costs is foreseen from the length of answers: a few tokens are soon
+over, and less than what prompts take now and then on a busy machine."""
+STRANGERS = (100, 110, 120, 130, 140, 150)
+"""Tokens of their answers. Two fit at a time and others wait, also while clients are slow, so that
+the cache is never so empty that a long prompt fits, whenever the engine is asked."""
 STRANGE_PROMPT = 400
 NUM_PROMPTS = 24
 NUM_AT_ONCE = 12
@@ -58,7 +61,7 @@ def placed_at(proxy: ProxyServer, seed: int, num_at_once: int = 1) -> set[str]:
     """The engines that answer long prompts, so many at a time."""
 
     def ask(prompt: Prompt) -> str:
-        body = {"model": cluster.MODEL_NAME, "prompt": list(prompt), "max_tokens": 4}
+        body = {"model": cluster.MODEL_NAME, "prompt": list(prompt), "max_tokens": LONG_ANSWER}
         body |= {"stream": True, "ignore_eos": True}
         with stream(f"{proxy.url}/v1/completions", body) as response:
             response.read()
