@@ -17,6 +17,7 @@ from tests.kit import FORGETS_NOTHING, LOADS_BEGIN, cluster, parity
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import Completion
 from tests.kit.servers import ProxyServer, Server, VllmServer
+from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
 
 ATOL = 1e-4  # nats, at float32
 CHUNK_TOKENS = 128
@@ -36,16 +37,10 @@ def new_prompt(num_tokens: int = LENGTHS[0]) -> list[int]:
     return [_dice.randrange(32, 127) for _ in range(num_tokens)]
 
 
-def call(server: Server, name: str, body: Any = None, **params: Any) -> Any:
-    """What one of vLLM's calls for developers answers."""
-    answer = httpx.post(f"{server.url}/{name}", params=params, json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json() if answer.content else None
-
-
 @dataclass
 class Servers:
-    """``plain``: one server for each of the models. ``now``: the model that P and D have."""
+    """``plain``: one server for each of the models. ``now``: the model that P and D have.
+    ``reset_at``: when something last ended what they had computed, at the latest."""
 
     models: Sequence[Path]
     plain: Sequence[Server]
@@ -55,10 +50,23 @@ class Servers:
     loads_begin: Path
     forgets_nothing: Path
     now: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    reset_at: float = 0.0
 
     @property
     def engines(self) -> Sequence[Server]:
         return (self.prefill, self.decode)
+
+    def call(self, server: Server, name: str, body: Any = None, **params: Any) -> Any:
+        """What one of vLLM's calls for developers answers."""
+        answer = httpx.post(f"{server.url}/{name}", params=params, json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        if name != "resume":
+            self.reset_at = time.monotonic()
+        return answer.json() if answer.content else None
+
+    def wait_for_trust(self) -> None:
+        """Until what is computed from now on counts: engines' clocks may differ."""
+        time.sleep(max(0.0, self.reset_at + CLOCK_SECONDS + 0.1 - time.monotonic()))
 
     def load_other(self, *engines: Server) -> None:
         """Load the other model's weights."""
@@ -66,15 +74,15 @@ class Servers:
             self.now[engine.name] = number = 1 - self.now[engine.name]
             path = str(self.models[number])
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-            call(engine, "collective_rpc", body)
+            self.call(engine, "collective_rpc", body)
 
     def renew(self, *engines: Server, mode: str = "abort") -> None:
         """Pause, load the other model's weights, resume."""
         for engine in engines:
-            call(engine, "pause", mode=mode)
+            self.call(engine, "pause", mode=mode)
         self.load_other(*engines)
         for engine in engines:
-            call(engine, "resume")
+            self.call(engine, "resume")
 
     @contextmanager
     def asking(self, server: Server, *args: Any, **options: Any) -> Iterator[Future[Completion]]:
@@ -85,7 +93,7 @@ class Servers:
             finally:
                 self.loads_begin.touch()
                 for engine in self.engines:
-                    call(engine, "resume")
+                    self.call(engine, "resume")
 
     def asked(
         self, server: Server, prompt: Sequence[int], params: Any = None, **options: Any
@@ -129,6 +137,7 @@ class Servers:
 
     def check_new(self) -> None:
         """P and D serve, and D reads what P computes."""
+        self.wait_for_trust()
         before = scrape(self.decode.url)
         prompt = self.telling_prompt(LENGTHS[0])
         assert_same(self.expected(prompt), self.asked(self.proxy, prompt))
@@ -195,13 +204,16 @@ def servers(
 
 @pytest.fixture(autouse=True)
 def _equal_weights(servers: Servers) -> None:
-    """Each test begins with P and D of the same weights, whatever the last one has left."""
+    """Each test begins with P and D of the same weights, and nothing held, whatever the last one
+    has left."""
     servers.loads_begin.touch()
     servers.forgets_nothing.unlink(missing_ok=True)
     for engine in servers.engines:
-        call(engine, "resume")
+        servers.call(engine, "resume")
     if servers.now["prefill"] != servers.now["decode"]:
         servers.renew(servers.prefill)
+    servers.wait_for_trust()
+    servers.wait_for_held(0, 2 * LEASE_SECONDS)
 
 
 @pytest.mark.parametrize("length", LENGTHS, ids=["one chunk", "several chunks"])
@@ -262,8 +274,8 @@ def test_a_load_that_is_under_way_while_weights_change_is_not_used(
     ):
         servers.wait_for_held(1, 30)
         time.sleep(0.2)  # D has planned its load
-        call(servers.prefill, "pause", mode=mode)
-        pausing = pool.submit(call, servers.decode, "pause", mode="keep")
+        servers.call(servers.prefill, "pause", mode=mode)
+        pausing = pool.submit(servers.call, servers.decode, "pause", mode="keep")
         time.sleep(0.2)
         assert not asking.done()
         servers.loads_begin.touch()
@@ -283,7 +295,7 @@ def test_blocks_that_another_engine_has_on_offer_end_with_its_weights(servers: S
         prompt += new_prompt(LENGTHS[0])
         if engines:
             servers.renew(*engines)
-        call(servers.prefill, "reset_prefix_cache")  # or it needs nothing of D's
+        servers.call(servers.prefill, "reset_prefix_cache")  # or it needs nothing of D's
         before = scrape(servers.prefill.url)
         assert_same(servers.expected(prompt), servers.asked(servers.proxy, prompt))
         return added(servers.prefill, before, COMPUTED, at_least=len(prompt))
@@ -298,8 +310,8 @@ def test_what_d_has_cached_is_computed_anew_after_its_caches_are_cleared(servers
     assert_same(expected, servers.asked(servers.decode, prompt))
     for again in (False, True):
         if again:
-            call(servers.decode, "pause")
-            call(servers.decode, "resume")
+            servers.call(servers.decode, "pause")
+            servers.call(servers.decode, "resume")
         before = scrape(servers.decode.url)
         assert_same(expected, servers.asked(servers.decode, prompt))
         moved = added(servers.decode, before, COMPUTED, at_least=len(prompt))
@@ -316,10 +328,10 @@ def test_a_pause_of_p_ends_at_once_whatever_it_holds(
         servers.prefilled(new_prompt(length))
     assert servers.held() == 2
     start = time.monotonic()
-    call(servers.prefill, "pause", mode=mode, clear_cache=clears)
+    servers.call(servers.prefill, "pause", mode=mode, clear_cache=clears)
     assert time.monotonic() - start < PAUSE_SECONDS
     assert servers.held() == 0
-    call(servers.prefill, "resume")
+    servers.call(servers.prefill, "resume")
     servers.check_new()
 
 
@@ -330,7 +342,7 @@ def test_a_paused_d_renews_no_lease(servers: Servers, pauses: bool) -> None:
     expected, params = servers.expected(prompt), servers.prefilled(prompt)
     start = time.monotonic()
     if pauses:
-        call(servers.decode, "pause", mode="keep")
+        servers.call(servers.decode, "pause", mode="keep")
     else:
         servers.loads_begin.unlink()
     with servers.asking(servers.decode, prompt, params) as asking:
@@ -352,10 +364,10 @@ def test_a_server_that_slept_uses_nothing_of_before_and_serves(
     prompt = servers.telling_prompt(LENGTHS[1])
     expected, params = servers.expected(prompt), servers.prefilled(prompt)
     for engine in servers.engines:
-        call(engine, "sleep", level=level)
+        servers.call(engine, "sleep", level=level)
     assert servers.held() == 0
     for engine in servers.engines:
-        call(engine, "wake_up")
+        servers.call(engine, "wake_up")
     if level:
         assert_same(expected, servers.asked(servers.decode, prompt, params))
     servers.check_new()
