@@ -7,7 +7,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -100,7 +100,7 @@ class Registry:
         return engine
 
 
-COMMAND_LINE, FILE, DNS, ADMIN = "command line", "file", "DNS", "admin"
+COMMAND_LINE, FILE, ADMIN = "command line", "file", "admin"
 MAX_FILE_BYTES = 1 << 20
 
 
@@ -126,22 +126,23 @@ def read_places(path: Path) -> list[EngineEndpoint]:
     return places
 
 
-async def resolve(names: Iterable[EngineEndpoint]) -> list[EngineEndpoint]:
-    """Every address of every name, as an engine. Raises `OSError` if one cannot be resolved."""
+async def resolve(name: EngineEndpoint) -> list[EngineEndpoint]:
+    """Every address of a name, as an engine. Raises `OSError` if it cannot be resolved."""
+    parts = urlsplit(name.url.removeprefix(DNS_SCHEME))
     loop = asyncio.get_running_loop()
-    places: set[EngineEndpoint] = set()
-    for name in names:
-        parts = urlsplit(name.url.removeprefix(DNS_SCHEME))
-        found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
-        for address in {str(info[4][0]) for info in found}:
-            host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
-            places.add(EngineEndpoint(name.role, f"http://{host}:{parts.port or 80}{parts.path}"))
-    return sorted(places)
+    found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    places: list[EngineEndpoint] = []
+    for address in sorted({str(info[4][0]) for info in found}):
+        host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+        url = f"http://{host}:{parts.port or 80}{parts.path}"
+        places.append(EngineEndpoint(name.role, url))
+    return places
 
 
 class Sources:
-    """Reads the file and resolves the names, again and again. A source that fails is left as it
-    was, with a line in the log: engines that still serve are worth more than a name server."""
+    """Reads the file and resolves the names, again and again, each a source of its own. One that
+    fails is left as it was, with a line in the log: engines that still serve are worth more than a
+    name server, and a name that stands for no engine any more holds up no other."""
 
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         self._config = config
@@ -156,9 +157,10 @@ class Sources:
     async def look(self) -> None:
         """Ask each source once."""
         if self._config.engines_file:
-            await self._name(FILE)
-        if self._names:
-            await self._name(DNS)
+            path = Path(self._config.engines_file)
+            await self._name(FILE, asyncio.to_thread(read_places, path))
+        for name in self._names:
+            await self._name(f"{name.role} {name.url}", resolve(name))
 
     async def watch(self) -> None:
         """Ask them again and again, and remove engines that have ended their work."""
@@ -167,14 +169,11 @@ class Sources:
             await self.look()
             self._registry.sweep()
 
-    async def _name(self, source: str) -> None:
+    async def _name(self, source: str, asked: Awaitable[list[EngineEndpoint]]) -> None:
         try:
-            if source == FILE:
-                places = await asyncio.to_thread(read_places, Path(self._config.engines_file))
-            else:
-                bound = self._config.health_timeout_seconds
-                async with asyncio.timeout(bound):
-                    places = await resolve(self._names)
+            bound = None if source == FILE else self._config.health_timeout_seconds
+            async with asyncio.timeout(bound):
+                places = await asked
             self._registry.name(source, places)
         except (ConfigError, OSError) as error:
             complaint = f"{error!r}" if isinstance(error, TimeoutError) else str(error)

@@ -164,15 +164,15 @@ async def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
         real = loop.getaddrinfo
 
         async def getaddrinfo(host: Any, port: Any, **options: Any) -> Any:
-            if host != "engines.test":
+            if not str(host).endswith(".test"):
                 return await real(host, port, **options)
-            if not addresses:
+            if host == "scaled-to-none.test" or not addresses:
                 raise socket.gaierror(socket.EAI_NONAME, "no such name")
             return [(2, 1, 6, "", (address, port)) for address in addresses]
 
         monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
         options = {
-            **QUICK, "prefill": (prefill.url,),
+            **QUICK, "prefill": (prefill.url, "dns+http://scaled-to-none.test:1"),
             "decode": (f"dns+http://engines.test:{decode.port}",),
         }  # fmt: skip
         async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
