@@ -119,7 +119,7 @@ SUPPORT_ROWS = (
         *("float32, bfloat16, FP8 KV", "", "NVFP4 KV between different TP sizes"),
     ),
     (
-        *("parallelism", "connector TP 1, 2, also unequal; all-reduce and QK norm TP 2, 4"),
+        *("parallelism", "connector TP 1, 2 (unequal: bfloat16); all-reduce and QK norm TP 2, 4"),
         "TP 1, 2, also unequal; DP 2, PP 2",
         *("connector above TP 2; PP on GPUs", "context parallelism"),
     ),

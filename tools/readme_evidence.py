@@ -1,7 +1,7 @@
 """The README's own tables: what disaggregation takes beside one server, and how many requests are
 in time at equal GPUs.  Pure: a table is a function of a result file's content."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from readme_picture import ENGINES, PLAIN
@@ -16,17 +16,14 @@ FIGURES = (
     ("CPU", 8000, "CPU time of all processes for an output token", False),
 )
 """Figure, prompt length, label, and whether what it adds to one server's is shown."""
-LIMIT = "15 ms, 1000 ms"
+LIMITS = {f"{each} ms, 1000 ms": f"{each} ms a token" for each in (10, 15, 25)}
 WAYS = {
     "replicas": "two replicas",
     "nixl": "`NixlConnector` 1P1D",
     "fixed": "vllm_commext 1P1D",
-    "adaptive": "vllm_commext adaptive",
+    "adaptive": "vllm_commext adaptive, told 15 ms",
 }
-WORKLOADS = {
-    "mixed": "prompts of 4,000, answers of 160",
-    "document": "prompts of 8,000, answers of 256",
-}
+TOLD = "15/1000"
 
 
 def latency(results: Results) -> str:
@@ -44,25 +41,30 @@ def latency(results: Results) -> str:
 
 
 def goodput(*runs: Results) -> str:
-    """Percent of requests within the limits, a row a run, workload and rate; "-" for the one way
-    that a later run may be without."""
-    lines = [f"| requests in time | {' | '.join(WAYS.values())} |", f"|---|{'---|' * len(WAYS)}"]
+    """Percent of requests within the limits, a row a run and limit, with its rates in their order;
+    "-" for a way that a run is without."""
+    head = f"| within 1 s to the first token and | {' | '.join(WAYS.values())} |"
+    lines = [head, f"|---|{'---|' * len(WAYS)}"]
     for place, run in enumerate(runs, 1):
-        for (workload, rate), at in _shares(run).items():
-            if len(at) >= len(WAYS) - (place > 1):
-                label = f"{WORKLOADS[workload]}, {rate:g}/s" + (f", run {place}" * (place > 1))
-                lines.append(f"| {label} | {' | '.join(at.get(way, '-') for way in WAYS)} |")
+        rates = sorted({row["rate"] for row in run["rows"]})
+        label = f"{'; '.join(f'{rate:g}' for rate in rates)} requests/s, run {place}"
+        for limit, meaning in LIMITS.items():
+            shares = _shares(run, limit)
+            cells = [_cell([shares.get((way, rate), "-") for rate in rates]) for way in WAYS]
+            lines.append(f"| {meaning}, {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _shares(run: Results) -> dict[tuple[str, float], dict[str, str]]:
-    """Percent of requests within the limits, by workload and rate, and by way."""
-    cells: dict[tuple[str, float], dict[str, str]] = {}
+def _cell(shares: Sequence[str]) -> str:
+    return "-" if set(shares) == {"-"} else f"{'; '.join(shares)} %"
+
+
+def _shares(run: Results, limit: str) -> dict[tuple[str, float], str]:
+    """Percent of requests within the limits, by way and rate."""
+    found: dict[tuple[str, float], str] = {}
     for row in run["rows"]:
         way = row["way"].partition(" ")[0]
-        is_told = "/" not in row["way"] or row["way"].endswith("15/1000")
-        if way in WAYS and is_told and LIMIT in row["good"]:
-            share = sum(row["good"][LIMIT]) / row["requests"]
-            at = cells.setdefault((row["workload"], row["rate"]), {})
-            at[way] = f"{share:.0%}".replace("%", " %")
-    return cells
+        is_told = "/" not in row["way"] or row["way"].endswith(TOLD)
+        if way in WAYS and is_told:
+            found[way, row["rate"]] = f"{sum(row['good'][limit]) / row['requests']:.0%}"[:-1]
+    return found
