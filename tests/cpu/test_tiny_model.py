@@ -13,13 +13,11 @@ from tests.kit.cluster import BLOCK_SIZE
 from tests.kit.parity import logprob_difference
 from tests.kit.prompts import Prompt, almost_the_same, equal_prompts
 from tests.kit.servers import CPU_ENVIRON
-from tests.kit.tiny_kinds import KINDS
+from tests.kit.tiny_kinds import ALWAYS, KINDS
 from tests.kit.tiny_model import write_tiny_model
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS = 2, 200
 NUM_GENERATED = 16
-ALWAYS = ("llama", "swa", "granite1")
-"""The kinds that `make test` has servers of."""
 ENGINES_SECONDS = 600
 # Nats, by data type. Rounding (another tensor-parallel size, a prompt in two steps) moves what is
 # computed in float32 by less than 1e-4, in bfloat16 by 0.1.

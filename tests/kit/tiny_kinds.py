@@ -109,6 +109,9 @@ DEEPSEEK_ROPE = {
     "mscale_all_dim": 1.0,
 }
 
+ALWAYS = ("llama", "swa", "granite1")
+"""The kinds that `make test` has servers of."""
+
 KINDS: Mapping[str, Kind] = {
     "llama": Kind(
         "llama", "dense, grouped-query attention: 8 heads, 4 KV heads, 4 layers", {"head_dim": 32}

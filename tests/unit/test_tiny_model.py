@@ -2,18 +2,26 @@
 vacuous."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kit.tiny_kinds import BOS_ID, COMMON_FIELDS, KINDS, NUM_BYTES, NUM_TOKENS
+from tests.kit.tiny_kinds import ALWAYS, BOS_ID, COMMON_FIELDS, KINDS, NUM_BYTES, NUM_TOKENS
 from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
 from vllm_commext.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def with_marks(kinds: Iterable[str]) -> list[Any]:
+    """The kinds that `make test` has no servers of are marked long."""
+    long = pytest.mark.long
+    return [one if one in ALWAYS else pytest.param(one, marks=long) for one in kinds]
+
 
 HYBRIDS = ("falcon", "granite", "granite1", "nemotron", "qwen3next")
 ALONE = {"llama1": {"num_key_value_heads": 1}, "granite1": {"mamba_n_groups": 1}}
@@ -33,7 +41,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
+@pytest.fixture(scope="module", params=with_marks(sorted(KINDS)))
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -87,7 +95,7 @@ def test_an_early_token_changes_the_next_one(model: torch.nn.Module) -> None:
     assert change(model) > VISIBLE
 
 
-@pytest.mark.parametrize("kind", HYBRIDS, indirect=True)
+@pytest.mark.parametrize("kind", with_marks(HYBRIDS), indirect=True)
 def test_it_shows_through_attention_alone_and_through_the_state_alone(
     model: torch.nn.Module,
 ) -> None:
