@@ -19,6 +19,7 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
+from tests.kit.examples import examples
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import OWN_FIELDS, TransferParams, params_of, write_params
 from vllm_commext.nixl.wire.prompt import Prompt, digests
@@ -51,8 +52,7 @@ ANYTHING = st.recursive(
 CHANGES = st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=5)
 LOST = st.sets(st.sampled_from(FIELDS), max_size=2)
 SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
+    examples(15),  # for each role, with a secret and without
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 _number = count()

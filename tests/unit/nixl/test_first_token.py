@@ -110,7 +110,6 @@ drawn_by = st.fixed_dictionaries({}, optional=DRAWN_BY)
 
 
 @given(effectless, effectless, drawn_by, drawn_by, st.integers(0, 99))
-@settings(max_examples=200)
 def test_a_token_is_used_exactly_where_it_was_drawn_alike(
     there: dict[str, Any], here: dict[str, Any], by: dict[str, Any], other: dict[str, Any], one: int
 ) -> None:

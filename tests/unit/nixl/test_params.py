@@ -314,7 +314,6 @@ _NAMES = sorted({*write_params(TRANSFER, SECRET, chunk_tokens=9), "pp_size", "re
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @given(st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=4))
-@settings(max_examples=300)
 def test_no_value_brings_another_error_than_ours(
     secret: bytes | None, changes: dict[str, Any]
 ) -> None:

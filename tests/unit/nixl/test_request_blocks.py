@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
@@ -67,7 +67,6 @@ def _first_kept(draw: st.DrawFn, kind: str, count: int, num_local: int) -> int:
 
 
 @given(cases())
-@settings(max_examples=200)
 def test_what_is_filled_is_what_is_missing(case: Case) -> None:
     found = blocks_to_fill(
         case.groups,
@@ -89,7 +88,6 @@ def test_what_is_filled_is_what_is_missing(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200)
 def test_what_is_offered_ends_with_the_block_of_the_last_token(case: Case) -> None:
     offered = blocks_to_offer(case.groups, case.block_ids, case.num_tokens)
     for group, block_of, ids in zip(case.groups, case.block_of, offered, strict=True):

@@ -282,7 +282,6 @@ def plainly(of: Planner, both: list[Candidate]) -> tuple[Candidate, Candidate]:
     return min(pairs, key=cost)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived, run
@@ -39,7 +39,6 @@ def decoded(members: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("everything_is_large")
-@settings(max_examples=200)
 @given(objects, st.booleans(), st.sampled_from([None, 1]))
 def test_the_members_are_those_that_json_finds(
     content: dict[str, Any], ascii_only: bool, indent: int | None

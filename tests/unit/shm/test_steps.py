@@ -308,7 +308,6 @@ def refuse(_: bytes) -> Any:
     raise ProtocolError("nothing was pickled")
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
     """And never a crash, or a reader that cannot go on."""
