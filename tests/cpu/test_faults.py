@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.kit import cluster
+from tests.kit.crossed import crossed
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import CompletionError, compare, complete, prefill
 from tests.kit.servers import LOOPBACK, VllmServer, free_port
@@ -132,8 +133,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "policy"), crossed(list(FAULTS), POLICIES))
 def test_a_wrong_parameter(engines: Engines, policy: str, fault: str) -> None:
     changes, reason, text = FAULTS[fault]
     if changes.get("remote_port") == "closed":

@@ -21,6 +21,7 @@ from tests.cpu import first_tokens, official_client
 from tests.cpu.behind_proxy import SECRET, Servers, new_prompt, new_text, serving
 from tests.cpu.router_requests import ROUTERS, text_of
 from tests.kit import cluster
+from tests.kit.crossed import crossed
 from tests.kit.metrics import scrape
 from tests.kit.parity import PREFILL_PARAMS, compare, complete, post
 from tests.kit.servers import Server
@@ -30,6 +31,7 @@ LOG_SECONDS = 30
 ATOL = 1e-4  # nats, at float32
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
+ONE_TOKEN = ("one token", "a chat of one token")
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +183,18 @@ def assert_same(expected: Any, got: Any, place: str = "choices") -> None:
         assert got == expected, place
 
 
-@pytest.mark.parametrize("router", ["proxy", "plain"])
-@pytest.mark.parametrize("kind", KINDS)
+# By the plain router only one kind of each number of blocks goes with `make test`.
+BY_BOTH = ("one prompt", "several prompts", "echo with logprobs", "a chat", "a tool call")
+ASKED = [
+    *((kind, "proxy") for kind in KINDS),
+    *(
+        pytest.param(kind, "plain", marks=[] if kind in BY_BOTH else pytest.mark.long)
+        for kind in KINDS
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "router"), ASKED)
 def test_every_kind_of_request_is_answered_as_by_one_server(
     servers: Servers, kind: str, router: str
 ) -> None:
@@ -215,8 +227,17 @@ def test_the_official_client_asks_several_at_once(servers: Servers) -> None:
     assert got == official_client.ask_at_once(servers.plain.url, text)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["at once", "stream"])
-@pytest.mark.parametrize("kind", first_tokens.KINDS)
+# Other streams are compared in test_first_token.py.
+FIRST = [
+    *((kind, False) for kind in first_tokens.KINDS),
+    *(
+        pytest.param(kind, True, marks=[] if kind in ONE_TOKEN else pytest.mark.long)
+        for kind in first_tokens.KINDS
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "stream"), FIRST)
 def test_a_first_token_from_the_prefill_server_is_that_of_one_server(
     servers: Servers, kind: str, stream: bool
 ) -> None:
@@ -258,8 +279,7 @@ ROUTED = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("kind", ROUTED)
+@pytest.mark.parametrize(("name", "kind"), crossed(list(ROUTERS), list(ROUTED)))
 def test_the_requests_of_known_routers_are_answered_with_the_cache_of_the_prefill_server(
     servers: Servers, name: str, kind: str
 ) -> None:

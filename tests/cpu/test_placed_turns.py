@@ -95,11 +95,12 @@ def test_answers_stay_the_same_while_the_load_changes(
     prompts, short = equal_prompts(18, 900, 32), equal_prompts(18, 12, 33)
     loads = [[(one, 200) for one in running] + [(one, 4) for one in prompts]]
     loads.append([(one, 60) for one in short])
-    expected = [[answer(engines[0].url, *one) for one in load] for load in loads]
+    alone = partial(answer, engines[0].url)
     with (
         proxy_before(engines, tmp_path, "--ttft-ms", "2000", "--tpot-ms", "30") as proxy,
         ThreadPoolExecutor(9) as clients,
     ):
+        expected = [[*clients.map(alone, *zip(*load, strict=True))] for load in loads]
         for load, right in [*zip(loads, expected, strict=True)] * 2:
             got = [*clients.map(partial(answer, proxy.url), *zip(*load, strict=True))]
             assert got == right

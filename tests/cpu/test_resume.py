@@ -178,7 +178,9 @@ class Asked:
             return Told("", raw + b"".join(pieces))
 
 
-@pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
+@pytest.mark.parametrize(
+    "moves", [True, pytest.param(False, marks=pytest.mark.long)], ids=["moved", "not moved"]
+)
 def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> None:
     """Where they are not moved, as a control, each ends where it has begun."""
 

@@ -24,6 +24,7 @@ from tests.kit.tiny_model import write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
+NUM_ANSWERS = 6  # under load, between two changes: two of each client
 PREFIX = "vllm:commext_nixl_"
 # Engines by a letter and their tensor-parallel size: each pair prefills and decodes. From two ranks
 # to two is in test_shm_queue.py.
@@ -153,21 +154,21 @@ def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Eng
     routing = fleet.Routing(engines.folder, servers)
     routing.assign(a1="prefill", a2="decode", b1="decode")
     with routing.proxy, fleet.Load(routing.proxy.url, references) as load:
-        load.go_on(10)
+        load.go_on(NUM_ANSWERS)
         before = scrape(servers["a1"].url)
         routing.assign(b1="prefill", a1="decode", a2="decode")
         name = f"{PREFIX}blocks_total"
         url, seconds = servers["a1"].url, fleet.BOUND_SECONDS
         moved = wait_for_added(url, before, name, at_least=1, seconds=seconds)
         assert moved.total(name) > 0, "it decodes now"
-        load.go_on(10)
+        load.go_on(NUM_ANSWERS)
         told = fleet.drain(servers["a1"], fleet.drain_file(engines.folder, "a1"))
         assert "has drained" in told
         fleet.terminate(servers["a1"])
         assert fleet.wait_for_end(servers["a1"]) == 0
-        load.go_on(10)
+        load.go_on(NUM_ANSWERS)
         check_a_lease_outlives_the_signal(engines, "b1", "a2")
-        load.go_on(10)
+        load.go_on(NUM_ANSWERS)
     assert load.problems == []
 
 
