@@ -1,7 +1,7 @@
 """Two prefill and two decode engines under load are upgraded one after the other, and rolled back:
 from another vLLM to this one, and from an earlier release of this package to this state. No request
-fails and no answer is wrong. That a wrong one would be noticed, a decode engine with other weights
-shows, which then joins them.
+fails and no answer is wrong; long answers leave each engine at once. That a wrong one would be
+noticed, a decode engine with other weights shows, which then joins them.
 
 COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TEST_OLDER the folder
 that the earlier release is installed in; `make rolling` sets both.
@@ -10,19 +10,25 @@ that the earlier release is installed in; `make rolling` sets both.
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.chaos.judge import is_right
+from tests.cpu.event_streams import COMPLETIONS, body_of, told
+from tests.cpu.test_moves import NUM_BODIES, Clients, said, wait_for_streams
+from tests.cpu.test_resume import by_result
 from tests.kit import ROOT, cluster, fleet
 from tests.kit.metrics import scrape
 from tests.kit.parity import complete
 from tests.kit.prompts import prompt_set
 from tests.kit.servers import VllmServer
+from vllm_commext.proxy.resume import Resume
 
 logger = logging.getLogger("vllm.commext.tests")
 
@@ -69,10 +75,14 @@ class Engines:
         folder: where files and logs go.
         servers: the process that each name stands for now.
         builds: what it runs.
+        args: of each server.
+        extra: of each server's connector.
     """
 
     folder: Path
     stack: ExitStack
+    args: Sequence[str] = ("--no-enable-prefix-caching",)
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     servers: dict[str, VllmServer] = field(default_factory=dict[str, VllmServer])
     builds: dict[str, Build] = field(default_factory=dict[str, Build])
     num_started: int = 0
@@ -80,7 +90,7 @@ class Engines:
     def start(self, name: str, build: Build, model: Path) -> VllmServer:
         """A process in the place of this name, under its address."""
         self.num_started += 1
-        args = ["--no-enable-prefix-caching", "--shutdown-timeout", fleet.SHUTDOWN_SECONDS]
+        args = [*self.args, "--shutdown-timeout", fleet.SHUTDOWN_SECONDS]
         environ = {"PYTHONPATH": build.path}
         if build.drains:
             fleet.drain_file(self.folder, name).unlink(missing_ok=True)
@@ -90,7 +100,9 @@ class Engines:
             f"{self.num_started}-{name}-{build.name}",
             model,
             self.folder,
-            cluster.kv_transfer_config(KV_ROLES[ROLES.get(name, "decode")], policy="recompute"),
+            cluster.kv_transfer_config(
+                KV_ROLES[ROLES.get(name, "decode")], policy="recompute", extra=self.extra
+            ),
             port=self.servers[name].port if name in self.servers else None,
             args=args,
             environ=environ,
@@ -201,3 +213,48 @@ def notice_other_weights(
     logger.info("with the rogue: %d right, it served %d", load.num_right, served)
     assert load.problems, f"{load.num_right} right; the rogue served {served}"
     assert all(problem.startswith("wrong") for problem in load.problems), load.problems
+
+
+NUM_LONG, MAX_LEN = 2500, 4096
+
+
+@pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other")
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
+def test_an_upgrade_need_not_wait_for_long_answers(
+    model: Path, tmp_path: Path, moves: bool
+) -> None:
+    """Of a prefill and two decode engines, from another vLLM to this one."""
+    admin, seconds = fleet.AdminPort(tmp_path), dict[str, tuple[float, float]]()
+    long = {"max_tokens": NUM_LONG, "ignore_eos": True, "return_token_ids": True}
+    with ExitStack() as stack:
+        args = ("--max-model-len", str(MAX_LEN))
+        engines = Engines(tmp_path, stack, args, {"reuse_blocks": True})
+        roles = {name: ROLES[name] for name in ("p0", "d0", "d1")}
+        for name in roles:
+            engines.start(name, OTHER, model)
+        for server in engines.servers.values():
+            server.wait_ready()
+        bodies = [body_of(COMPLETIONS, long) for _ in range(NUM_BODIES)]
+        known = [(body, said(told(engines.servers["d0"], COMPLETIONS, body))) for body in bodies]
+        options = [*admin.args, *([] if moves else ["--no-move"])]
+        routing = fleet.Routing(tmp_path, engines.servers, options)
+        routing.assign(**roles)
+        with routing.proxy:
+            began = time.monotonic()
+            with Clients(routing.proxy, known) as clients:
+                for name in ("d0", "d1", "p0"):
+                    if roles[name] == "decode":
+                        wait_for_streams(engines.servers[name])
+                    before = time.monotonic()
+                    engines.end(name, admin)
+                    ended = time.monotonic()
+                    engines.start(name, HERE, model).wait_ready()
+                    seconds[name] = ended - before, time.monotonic() - ended
+                in_all = time.monotonic() - began
+            results = by_result(scrape(routing.proxy.url))
+    told_of = {name: f"{end:.1f} + {start:.1f}" for name, (end, start) in seconds.items()}
+    text = "%d right; upgraded within %.1f s, ended and started within %s s; %s"
+    logger.warning(text, clients.num_right, in_all, told_of, results)
+    assert clients.problems == []
+    assert clients.num_right > 0
+    assert results.keys() == ({Resume.RESUMED} if moves else {Resume.OFF})
