@@ -1,4 +1,4 @@
-"""docs/toggles.md and docs/compatibility.md are what the code says."""
+"""The generated pages are what the code says, and rules.yaml what the alert rules say."""
 
 import subprocess
 import sys

@@ -283,6 +283,21 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
         await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
 
 
+async def test_with_prefill_drained_at_the_admin_port_decode_engines_compute_prompts(
+    kit: Any, tmp_path: Path
+) -> None:
+    from contextlib import AsyncExitStack
+
+    async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
+        admin = await admin_of(kit, stack, tmp_path, cluster)
+        wanted = {"url": cluster.prefill[0].url}
+        assert (await admin.ask("POST", "/drain", wanted))[0] == 200
+        assert await answered_by(cluster) == ("", "decode0")
+        assert 'local_prefills_total{reason="prefill_away"} 1.0' in await cluster.metrics()
+        assert (await admin.ask("POST", "/undrain", wanted))[0] == 200
+        assert await answered_by(cluster) == ("prefill0", "decode0")
+
+
 async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
     from contextlib import AsyncExitStack
 
