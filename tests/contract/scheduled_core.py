@@ -36,6 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import WorkerMetadata
+from vllm_commext.nixl.metrics.recorder import Ends, FailedLoad
 
 SENDS_FIRST_TOKENS = pytest.mark.skipif(
     transfer_results_class() is None, reason="vLLM before 0.30 sends no first token"
@@ -59,6 +60,7 @@ class Worker:
     """Attributes:
     computed: of each request, the positions that were computed here, in order.
     fails: whether the load of a request fails.
+    num_read: of a load that fails, how many of the prompt's tokens are here all the same.
     holds_loads: loads do not end while this is set.
     keeps: prefills are kept until they are released, where this is set.
     kept: those.
@@ -68,6 +70,7 @@ class Worker:
     def __init__(self) -> None:
         self.computed: dict[str, list[int]] = {}
         self.fails: Callable[[str], bool] = lambda request_id: False
+        self.num_read = 0
         self.holds_loads = False
         self.keeps = False
         self.kept: set[str] = set()
@@ -129,10 +132,11 @@ class Worker:
         if transfer_results_class() is None:
             loads = [load for load in ended if load.request_id in failed - unread]
             told_failed = {"invalid_block_ids": {one for load in loads for one in load.block_ids}}
+        ends = Ends({name: FailedLoad("transfer", self.num_read) for name in failed})
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving={load.request_id for load in ended},
-            kv_connector_worker_meta=WorkerMetadata(unread=unread) if unread else None,
+            kv_connector_worker_meta=WorkerMetadata(unread=unread, ends=ends) if failed else None,
             **told_failed,
         )
 

@@ -218,7 +218,17 @@ CONNECTOR_CHECKS: CheckRows = {
                 "vllm.v1.core.sched.scheduler:Scheduler",
                 *("failed_recving_kv_req_ids", "finished_recving_kv_req_ids", "requests"),
                 *("max_model_len", "log_stats", "connector", "running", "finished_req_ids"),
-                "recompute_kv_load_failures",
+                *("recompute_kv_load_failures", "kv_cache_manager"),
+            ),
+        ),
+        "read_blocks": (
+            "what a failed load has brought is found in the prefix cache",
+            has_methods(
+                "vllm.v1.core.kv_cache_manager:KVCacheManager",
+                {
+                    "cache_blocks": ("request", "num_computed_tokens"),
+                    "get_block_ids": ("request_id",),
+                },
             ),
         ),
     },

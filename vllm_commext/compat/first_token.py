@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.interface import PauseState
@@ -80,9 +81,12 @@ def _samples_otherwise(vllm_config: VllmConfig) -> bool:
 class Source(Protocol):
     """The connector's scheduler side, as far as it is asked here."""
 
-    def note_step(self, defer_frees: Callable[[], bool]) -> None:
+    def note_step(
+        self, defer_frees: Callable[[], bool], keep_blocks: Callable[[Request, int], list[int]]
+    ) -> None:
         """The engine is going to take a step; ``defer_frees`` has blocks kept that a step under way
-        may write to, and says whether they are."""
+        may write to, and says whether they are; ``keep_blocks`` gives the blocks of a request's
+        first tokens to the prefix cache, and returns all that it holds, of its first group."""
         ...
 
     def take_first_tokens(
@@ -114,7 +118,8 @@ class FirstTokens:
 
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
-        self._source.note_step(lambda: defer_frees(core.scheduler))
+        scheduler = core.scheduler
+        self._source.note_step(lambda: defer_frees(scheduler), partial(keep_blocks, scheduler))
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
@@ -215,6 +220,15 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
         scheduler.failed_recving_kv_req_ids.add(request_id)
     else:
         _refuse(core, request)
+
+
+def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> list[int]:
+    """Have a request's first blocks found by all that begin like it, itself among them: its load
+    has failed after them, and it still holds them.  Returns these and its others."""
+    if transfer_results_class() is None:  # vLLM has it compute into them
+        return []
+    scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
+    return scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
 
 
 def defer_frees(scheduler: Any) -> bool:

@@ -102,7 +102,11 @@ def memory_of(seed: int, num_layers: int, num_blocks: int, stride_bytes: int) ->
 
 def counted(ends: Ends) -> dict[str, Any]:
     """What an engine of this one rank counts of requests that did not end as they should."""
-    return {"failures": Counter(ends.failed.values()), "expired_requests": len(ends.expired)}
+    return {
+        "failures": Counter(one.reason for one in ends.failed.values()),
+        "num_read": {name: one.num_read for name, one in ends.failed.items()},
+        "expired_requests": len(ends.expired),
+    }
 
 
 class Engine:
@@ -171,7 +175,7 @@ class Engine:
         self.offer = None if offer is None else offer(self.memory)
         self.description = encode_description(self._describe(facts))
         self.recorder = TransferRecorder()
-        self.recorded = empty_data()
+        self.recorded = {**empty_data(), "num_read": {}}
         self.outcomes = Outcomes()
         local = LocalWorker(engine_id, facts, self.layout, mapper=mapper, tables=self.tables)
         self.publisher = (

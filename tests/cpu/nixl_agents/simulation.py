@@ -81,7 +81,7 @@ class Worker:
         self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
         self.tables.register(self.agent)
         self.recorder = TransferRecorder()
-        self.recorded = empty_data()
+        self.recorded = {**empty_data(), "num_read": {}}
         self.outcomes = Outcomes()
         local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits, tables=self.tables)
         self.thread = TransferThread(self.agent, config, local, self.recorder)

@@ -173,6 +173,9 @@ def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(
     prefill.finish("r", lease_seconds=0.0)
     prefill.wait_freed("r")
     assert decode.wait("d") == "expired"
+    (num_read,) = decode.engine.recorded["num_read"].values()
+    # The fence of the last chunk may not have come any more.
+    assert num_read in [2 * BLOCK_SIZE * one for one in (max(fault_at, 1) - 1, max(fault_at, 1))]
     prefill.add("next", 2)
     prefill.run_all("next")
     decode.load("d2", 2)
@@ -192,6 +195,7 @@ def test_a_prefill_that_goes_no_further_fails_the_load(
     for number in range(1, fault_at):
         prefill.compute("r", number)
     assert decode.wait("d") == "timeout"
+    assert decode.engine.recorded["num_read"] == {"d": 2 * BLOCK_SIZE * max(fault_at, 1)}
     assert decode.engine.outcomes.late == set()
 
 
@@ -217,6 +221,7 @@ def test_a_chunk_that_does_not_arrive_is_given_up_and_settles(
     assert decode.engine.outcomes.received == set()
     decode.engine.thread.submit(GiveUp("d"))
     assert decode.wait("d") == "timeout"
+    assert decode.engine.recorded["num_read"] == {"d": 0}
     assert decode.engine.outcomes.settled == set()
     slow[0].end()
     decode.engine.wait(lambda: decode.engine.collect().settled == {"d"})
@@ -270,6 +275,7 @@ def test_a_prefill_process_that_ends_or_stops_in_mid_prompt(
         decode.wait(lambda: "r" in decode.outcomes.received or "r" in decode.collect().received)
         assert decode.outcomes.failed == {"r"}
         assert set(decode.recorded["failures"]) <= {"timeout", "transfer"}
+        assert decode.recorded["num_read"]["r"] in (0, BLOCK_SIZE * num_computed)
         assert same(decode.memory, right)
         assert_works(decode, make_engine("p2", seed=3, serve=True), "other")
 
@@ -424,6 +430,7 @@ def test_a_prompt_that_is_aborted_before_its_states_are_there_fails_the_load(fau
         assert cluster.decode.wait_received([request]) == [{f"d{request.number}"}]
         (worker,) = cluster.decode.workers
         assert worker.recorded["failures"] == {"expired": 1}
+        assert worker.recorded["num_read"] == {f"d{request.number}": 0}
         cluster.prefill.begin(other)
         cluster.decode.submit(other, cluster.prefill.stream(other))
         cluster.prefill.compute(other, 0, other.num_tokens)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
     Ends,
+    FailedLoad,
     TransferRecorder,
     empty_data,
     is_empty,
@@ -129,16 +130,21 @@ def test_everything_recorded_is_taken_once() -> None:
 def test_ends_are_noted_by_request_and_taken_once() -> None:
     recorder = TransferRecorder()
     assert not recorder.take_ends()
-    recorder.note_failure("a", "timeout")
-    recorder.note_failure("a", "transfer")
+    recorder.note_failure("a", "timeout", 32)
+    recorder.note_failure("a", "transfer", 16)
     recorder.note_expired("b")
     recorder.note_expired("b")
     assert recorder.take() is None
     total = recorder.take_ends()
-    assert total == Ends({"a": "timeout"}, {"b"})
+    assert total == Ends({"a": FailedLoad("timeout", 32)}, {"b"})
     assert recorder.take_ends() == Ends()
-    total.add(Ends({"a": "expired", "c": "request"}, {"b", "d"}))
-    assert total == Ends({"a": "timeout", "c": "request"}, {"b", "d"})
+    others = {"a": FailedLoad("expired", 48), "c": FailedLoad("request", 8)}
+    total.add(Ends(others, {"b", "d"}))
+    assert total == Ends(
+        {"a": FailedLoad("timeout", 32), "c": FailedLoad("request", 8)}, {"b", "d"}
+    )
+    total.add(Ends({"a": FailedLoad("transfer", 16), "c": FailedLoad("request")}))
+    assert total.failed == {"a": FailedLoad("timeout", 16), "c": FailedLoad("request", 0)}
 
 
 def test_all_gauges_are_taken_where_one_has_changed() -> None:

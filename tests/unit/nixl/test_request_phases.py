@@ -71,6 +71,7 @@ def test_of_a_request_that_has_just_come_in_nothing_is_known_and_nothing_held() 
         "num_missing": 0,
         "num_unsettled": 0,
         "failure": "",
+        "num_read": 0,
         "is_unread": False,
     }
     assert vars(prefill) == {

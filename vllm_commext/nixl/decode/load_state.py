@@ -86,6 +86,7 @@ class LoadState:
         num_missing: those of them that the workers fill.
         num_unsettled: workers that may still fill blocks of a late load.
         failure: why the load has failed on a worker, "" for none.
+        num_read: of the prompt's first tokens, how many a failed load has brought on all workers.
         is_unread: the load has failed, and vLLM is not told of it.
     """
 
@@ -101,6 +102,7 @@ class LoadState:
     num_missing: int = 0
     num_unsettled: int = 0
     failure: str = ""
+    num_read: int = 0
     is_unread: bool = False
 
     def move(self, phase: Phase) -> bool:

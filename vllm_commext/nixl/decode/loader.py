@@ -324,7 +324,7 @@ class Loader:
         failure = use.lateness or given_up
         use.failure = use.failure or failure
         use.is_given_up = True
-        self.uses.report(use.load, failure)
+        self.uses.report(use.load, failure, use.num_read)
         for part in self._peers.withdraw(use) + self.streams.withdraw(use):
             self.uses.close(part, failure)
 

@@ -60,6 +60,7 @@ class RemotePrompts:
         self._trust = Trust(config.kv_lease_duration)
         self._states: dict[str, LoadState] = {}
         self._unread: list[LoadState] = []
+        self._keep_blocks: Callable[[Request, int], list[int]] = lambda request, num_tokens: []
         self._log = RateLimitedLog()
 
     def add(self, request: Request) -> None:
@@ -161,8 +162,17 @@ class RemotePrompts:
             self._note_answer(state, answer)
         return True
 
-    def note_step(self, defer_frees: Callable[[], bool]) -> None:
-        """The engine is going to take a step; see ``ReuseSide.note_step``."""
+    def note_step(
+        self, defer_frees: Callable[[], bool], keep_blocks: Callable[[Request, int], list[int]]
+    ) -> None:
+        """The engine is going to take a step.
+
+        Args:
+            defer_frees: see ``ReuseSide.note_step``.
+            keep_blocks: gives the blocks of a request's first so many tokens, which it still holds,
+                to the engine's prefix cache; returns all that it holds, of its first group.
+        """
+        self._keep_blocks = keep_blocks
         self._reuse.note_step(defer_frees)
 
     def take_first_tokens(
@@ -293,8 +303,9 @@ class RemotePrompts:
     def note_outcomes(self, received: Iterable[str], worker: WorkerMetadata) -> None:
         """Loads ended or are late on the workers; ``received`` holds what has ended on all of them:
         each request is counted once."""
-        for request_id, reason in worker.ends.failed.items():
+        for request_id, (reason, num_read) in worker.ends.failed.items():
             if (state := self.quarantine.find(request_id)) is not None:
+                state.num_read = min(state.num_read, num_read) if state.failure else num_read
                 state.failure = state.failure or reason  # the first one of all ranks
         for request_id in worker.unread:
             if (state := self.quarantine.find(request_id)) is not None:
@@ -322,6 +333,9 @@ class RemotePrompts:
             recorder.count(**{name: state.num_missing})
         if state.failure:
             recorder.count_reason(FAILURES, state.failure)
+            if state.num_read and not state.is_void:
+                block_ids = self._keep_blocks(state.request, state.num_read)
+                self._reuse.offer(state.request, block_ids, state.num_read)
             return
         recorder.count(blocks=state.num_missing)
         if is_here and state.arrived is not None:

@@ -124,6 +124,7 @@ class Use:
         failure: why it has failed, None where it has not.
         lateness: why it is to fail, where the scheduler side has been told that it is late.
         is_given_up: it has been reported as failed and has only to settle.
+        parts: what is read for it.
     """
 
     request_id: str
@@ -133,6 +134,12 @@ class Use:
     failure: Failure | None = None
     lateness: Failure | None = None
     is_given_up: bool = False
+    parts: list[Part] = field(default_factory=list["Part"])
+
+    @property
+    def num_read(self) -> int:
+        """Tokens from the prompt's first that are here and proven, though not all of them are."""
+        return min((one.stream.num_read if one.stream else 0 for one in self.parts), default=0)
 
 
 @dataclass(eq=False)
@@ -210,7 +217,8 @@ class Transfer:
         wanted = self._read if load.block_ids else ()
         for worker in use.workers - set(wanted):
             self._drop(use, worker, 0.0)
-        return [Part(use, load, worker, self.sources[worker].key) for worker in wanted]
+        use.parts = [Part(use, load, worker, self.sources[worker].key) for worker in wanted]
+        return use.parts
 
     def close(self, part: Part, failure: Failure | None = None) -> bool:
         """A part has ended; whether its use has ended with it."""

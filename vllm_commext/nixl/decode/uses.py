@@ -31,6 +31,10 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.messages import Released, short_id
 
+LOST = ("expired", "timeout", "transfer")
+"""Failures of a load whose prefill engine is lost, or lets go of it: what was proven before is
+right."""
+
 
 class Uses:
     """Requests that wait for loads or are loaded, and what they load.  Owned by one thread.
@@ -170,13 +174,14 @@ class Uses:
         for transfer in list(self._transfers.values()):
             self._release(transfer, sys.float_info.max)
 
-    def report(self, load: Load, failure: Failure | None) -> None:
-        """Tell the scheduler side how a load ended, and people why it failed."""
+    def report(self, load: Load, failure: Failure | None, num_read: int = 0) -> None:
+        """Tell the scheduler side how a load ended, and people why it failed, and that it has
+        brought so many of the prompt's first tokens all the same."""
         if not load.awaited:
             return
         if failure is not None:  # before the outcome, with which others look for both
             try:
-                self._explain(load, failure)
+                self._explain(load, failure, num_read)
             except Exception as error:  # noqa: BLE001 nothing depends on it
                 self._log.warning("failure", f"an error in the connector's own code: {error!r}")
         self._outcomes.received(load.request_id, failed=failure is not None)
@@ -211,7 +216,7 @@ class Uses:
         if use.is_given_up:
             self._outcomes.settled(use.request_id)
         else:
-            self.report(load, use.failure)
+            self.report(load, use.failure, use.num_read)
 
     def _release(self, transfer: Transfer, now: float) -> None:
         """Tell the sources that are due that they are not needed, and forget what is over."""
@@ -236,10 +241,12 @@ class Uses:
             return peer.ready_link.agent_name
         return ""
 
-    def _explain(self, load: Load, failure: Failure) -> None:
+    def _explain(self, load: Load, failure: Failure, num_read: int) -> None:
+        num_read = num_read if failure.reason in LOST else 0
+        brought = f"; {num_read} of {load.num_tokens} tokens are here" if num_read else ""
+        self._recorder.note_failure(load.request_id, failure.reason, num_read)
         self._log.warning(
             failure.reason,
             f"request {load.request_id} of decode engine {self._local.engine_id!r}: "
-            f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}",
+            f"KV cache not loaded from {describe_source(load.remote)}: {failure.text}{brought}",
         )
-        self._recorder.note_failure(load.request_id, failure.reason)

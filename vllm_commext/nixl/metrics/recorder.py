@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 FAILURE_REASONS = (
     "configuration",
@@ -27,24 +27,35 @@ GAUGES = "gauges"
 STREAMS = "streams"
 
 
+class FailedLoad(NamedTuple):
+    """One of ``FAILURE_REASONS``, and how many of the prompt's first tokens are here all the
+    same."""
+
+    reason: str
+    num_read: int = 0
+
+
 @dataclass
 class Ends:
     """What a worker knows of requests that ended otherwise than they should.
 
     Attributes:
-        failed: loads, each with one of ``FAILURE_REASONS``.
+        failed: loads.
         expired: prefilled requests whose lease ran out.
     """
 
-    failed: dict[str, str] = field(default_factory=dict[str, str])
+    failed: dict[str, FailedLoad] = field(default_factory=dict[str, FailedLoad])
     expired: set[str] = field(default_factory=set[str])
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.expired)
 
     def add(self, other: Ends) -> None:
-        """Another worker's or step's; the first reason of a request stays."""
-        self.failed = {**other.failed, **self.failed}
+        """Another worker's or step's; the first reason of a request stays, and what all have
+        read."""
+        for request_id, one in other.failed.items():
+            known = self.failed.get(request_id, one)
+            self.failed[request_id] = FailedLoad(known.reason, min(known.num_read, one.num_read))
         self.expired |= other.expired
 
 
@@ -150,10 +161,10 @@ class TransferRecorder:
             counts = self._data[name]
             counts[str(reason)] = counts.get(str(reason), 0) + 1
 
-    def note_failure(self, request_id: str, reason: str) -> None:
-        """A load failed on this worker for one of ``FAILURE_REASONS``."""
+    def note_failure(self, request_id: str, reason: str, num_read: int = 0) -> None:
+        """A load failed on this worker, see ``FailedLoad``."""
         with self._lock:
-            self._ends.failed.setdefault(request_id, reason)
+            self._ends.failed.setdefault(request_id, FailedLoad(reason, num_read))
 
     def note_expired(self, request_id: str) -> None:
         """A prefilled request's lease ran out on this worker."""

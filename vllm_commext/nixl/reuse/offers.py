@@ -247,9 +247,9 @@ class Offers:
         self._table = table
         self._pool = pool
 
-    def add(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Offer a request's whole blocks; it has ended well and still holds them."""
-        names = self._names.of(request, num_computed(request))
+    def add(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Offer the whole blocks of a request's first tokens, which it still holds."""
+        names = self._names.of(request, num_tokens)
         count = min(len(names), len(block_ids))
         if NULL_BLOCK in block_ids[:count]:
             count = list(block_ids).index(NULL_BLOCK)

@@ -23,7 +23,13 @@ from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.offers import Names, Offers, OfferTable, open_generations
+from vllm_commext.nixl.reuse.offers import (
+    Names,
+    Offers,
+    OfferTable,
+    num_computed,
+    open_generations,
+)
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
@@ -214,10 +220,14 @@ class ReuseSide:
         if self._offers is not None:
             self._offers.clear()
 
-    def offer(self, request: Request, block_ids: Sequence[int]) -> None:
-        """A request has ended well, and still holds its blocks."""
+    def offer(
+        self, request: Request, block_ids: Sequence[int], num_tokens: int | None = None
+    ) -> None:
+        """A request still holds its blocks, and has ended well, or so many tokens of it are
+        right."""
         if self._offers is not None:
-            self._offers.add(request, block_ids)
+            num_tokens = num_computed(request) if num_tokens is None else num_tokens
+            self._offers.add(request, block_ids, num_tokens)
 
     def search(self, request: Request, answer: Sequence[int]) -> bool:
         """Look for a new request's blocks where its router says that they may be, and for those of

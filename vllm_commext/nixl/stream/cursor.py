@@ -178,7 +178,14 @@ class Cursor:
     moved: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
+        self._counts = self.has_rest
         self._begin()
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that are here and count though no more comes: none where a state or a window is
+        read at the end alone."""
+        return self.done if self._counts else 0
 
     def _begin(self) -> None:
         self.done = self.target = self.first
