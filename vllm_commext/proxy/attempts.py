@@ -8,7 +8,13 @@ from vllm_commext.proxy import resume, two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.choice import Plan, most_tokens
-from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields, places_of
+from vllm_commext.proxy.engines import (
+    MAX_PLACES,
+    Engine,
+    EnginePool,
+    SideChannelFields,
+    places_of,
+)
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.response import Opened
 from vllm_commext.proxy.resume import Resume, Room
@@ -135,8 +141,12 @@ class Attempts:
             self.transcript.close()
 
     def places(self) -> list[SideChannelFields]:
-        """Side channels where blocks of the prompt's beginning may be on offer."""
-        return places_of(self._decode.engines, self.prefix)
+        """Side channels where blocks of the prompt's beginning may be on offer: first of engines
+        that have not got it whole."""
+        failed = [one for one in self.failed_decode if one.healthy]
+        first = [place for one in failed for place in one.capabilities.offers]
+        known = places_of(self._decode.engines, self.prefix)
+        return [*first, *(one for one in known if one not in first)][:MAX_PLACES]
 
     def avoided(self) -> list[Engine]:
         """Decode engines that had better not answer: an engine cannot read from itself, which

@@ -60,8 +60,13 @@ def failures_of(
 
 def _noted(error: ProxyError, losses: Losses) -> ProxyError:
     """What an engine's answer means for the request, where it says that the engine has died."""
-    is_dead = error.answer is not None and any(told in error.answer.body for told in _DEAD)
-    return losses.note(error) if is_dead and error.status >= 500 else error
+    return losses.note(error) if is_dead(error) else error
+
+
+def is_dead(error: ProxyError) -> bool:
+    """Whether an engine's answer says that it has died."""
+    told = error.answer.body if error.answer is not None and error.status >= 500 else b""
+    return any(one in told for one in _DEAD)
 
 
 def failure_of(

@@ -174,13 +174,13 @@ class Service:
             prefilled = attempts.prefilled = await self._prefill(attempts, stream)
             if prefilled is not None:
                 await stream.check_place(prefilled.kv_transfer_params or {})
-            if prefilled is not None and stream.is_under_way:
+            if stream.is_under_way and (prefilled is not None or stream.is_alone):
                 opened = await self._take_stream(stream, attempts, prefilled, outcome)
                 if opened is not None:
                     return opened
         finally:
             await stream.cancel()
-            if prefilled is not None:
+            if prefilled is not None or stream.way is AtOnce.ALONE:
                 self._metrics.streams.labels(stream.way).inc()
         if prefilled is not None and not attempts.has_reader(prefilled.engine):
             self.release(attempts, outcome.request_id)
@@ -279,18 +279,19 @@ class Service:
         return Stream(attempts.body, attempts.payload, ask, refusal=refusal, places=places)
 
     async def _take_stream(
-        self, stream: Stream, attempts: Attempts, prefilled: Prefilled, outcome: Outcome
+        self, stream: Stream, attempts: Attempts, prefilled: Prefilled | None, outcome: Outcome
     ) -> Opened | None:
         """The decode engine's answer, where both were asked at once and the prefill engine has
-        answered; None where it has failed, to be asked once more with that answer."""
-        outcome.path, outcome.prefill = STREAMED, prefilled.engine.name
+        answered or is lost; None where it has failed, to be asked once more with that answer."""
+        outcome.path, outcome.prefill = STREAMED, stream.source
         opened = await stream.opened()
         if isinstance(opened, ProxyError):
-            if not opened.can_restart:
+            if prefilled is None or not opened.can_restart:
                 raise opened
             logger.warning("request %s is not streamed: %s", outcome.request_id, opened)
             return None
-        opened.cached_tokens = attempts.cached_tokens = prefilled.cached_tokens
+        if prefilled is not None:
+            opened.cached_tokens = attempts.cached_tokens = prefilled.cached_tokens
         return opened
 
     async def _prefill(self, attempts: Attempts, stream: Stream) -> Prefilled | None:
@@ -302,11 +303,7 @@ class Service:
             body = two_step.prefill_body(attempts.body)
             payload = attempts.payload(body, is_stream=False)
             try:
-                prefilled = await self._upstream.prefill(
-                    payload,
-                    attempts.failed_prefill,
-                    stream.prefill_payload,
-                )
+                prefilled = await self._upstream.prefill(payload, attempts.failed_prefill, stream)
             except ProxyError as error:
                 if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):
                     raise

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import LENGTHS
@@ -17,15 +18,16 @@ from vllm_commext.proxy.config import NEVER
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import UNKNOWN, Engine, SideChannel
 from vllm_commext.proxy.outcome import ProxyError
+from vllm_commext.proxy.response import Opened, is_dead
 from vllm_commext.proxy.two_step import AtOnce
-
-if TYPE_CHECKING:
-    from vllm_commext.proxy.response import Opened
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 KEY_BYTES = 16
 _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
+CHECK_SECONDS = 10.0
+"""Longest wait for a check that says whether an engine that has broken a connection is gone."""
+LOOK_SECONDS = 0.02
 MAX_WAITING = 8
 """Requests at decode engines that wait for one prefill engine: vLLM looks at each in every step,
 and a prefill engine computes few prompts at a time."""
@@ -131,6 +133,31 @@ class Stream:
         body = prefill_body(self._body, stream_key, self._places, key)
         return self._payload(body, is_stream=False)
 
+    @property
+    def source(self) -> str:
+        """The prefill engine's name, while a decode engine is asked beside it."""
+        return self._asked.name if self._asked is not None else ""
+
+    @property
+    def is_alone(self) -> bool:
+        """The prefill engine is lost, and the decode engine is to go on."""
+        return self.is_under_way and self.way is AtOnce.ALONE
+
+    async def outlives(self, error: ProxyError) -> bool:
+        """Whether the decode engine goes on though the prefill engine has failed so: where that is
+        gone, what has been read of the prompt counts, and the decode engine computes the rest."""
+        engine = self._asked
+        if engine is None or not (error.kind == "lost" or is_dead(error)):
+            return False
+        engine.suspect()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_SECONDS):
+                while engine.suspected and engine.healthy:
+                    await asyncio.sleep(LOOK_SECONDS)
+        if not engine.healthy:
+            self.way = AtOnce.ALONE
+        return self.is_alone
+
     async def check_place(self, params: Mapping[str, Any]) -> None:
         """The prefill engine has answered: let go of the decode engine if it was told of another
         side channel than the one in this answer, and have that engine's page read again."""
@@ -143,7 +170,7 @@ class Stream:
             await self.cancel()
             self.way = AtOnce.SEVERAL
 
-    async def opened(self) -> "Opened | ProxyError":
+    async def opened(self) -> Opened | ProxyError:
         """The decode engine's answer, which is the caller's to close, or why there is none."""
         assert self._decode is not None  # asked for where it is under way
         try:
@@ -154,7 +181,7 @@ class Stream:
             self._asked.learn_again()
             self._leave()
             return error
-        self.way = AtOnce.STREAMED
+        self.way = self.way or AtOnce.STREAMED
         self._leave()
         return opened
 
@@ -174,7 +201,7 @@ class Stream:
         self._asked = self._decode = None
 
 
-def _close(decode: "asyncio.Task[Opened]") -> None:
+def _close(decode: asyncio.Task[Opened]) -> None:
     """Close a decode engine's answer that nobody takes."""
     if decode.cancelled():
         return

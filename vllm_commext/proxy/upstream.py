@@ -31,6 +31,7 @@ from vllm_commext.proxy.response import (
     read_answer,
     read_opening,
 )
+from vllm_commext.proxy.streams import Stream
 from vllm_commext.proxy.two_step import ENDPOINTS
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -153,24 +154,23 @@ class Upstream:
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
 
     async def prefill(
-        self,
-        payload: Payload,
-        failed: Sequence[Engine],
-        payload_for: Callable[[Engine, str], Awaitable[Payload]],
+        self, payload: Payload, failed: Sequence[Engine], stream: Stream
     ) -> Prefilled:
         """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
-        reached or answers 5xx. *payload_for* says what an engine is asked that is to know it by a
-        key. Raises `ProxyError`, at once if there is no engine."""
+        reached or answers 5xx, unless the decode engine of *stream* goes on. Raises `ProxyError`,
+        at once if there is no engine."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
             await self._take_turn(engine, payload, held, PREFILL)
             key = new_key(engine, payload.headers, payload.body)
-            asked = await payload_for(engine, key.value)
+            asked = await stream.prefill_payload(engine, key.value)
             try:
                 answer, job = await self._prefill_on(engine, asked, held)
             except BaseException as error:
                 if not isinstance(error, ProxyError) or error.status >= 500:
                     self.releases.add(key)  # it may have ended well all the same
+                if isinstance(error, ProxyError) and await stream.outlives(error):
+                    error.can_retry = False
                 raise
             return Prefilled(engine, answer, key, job)
 

@@ -1,0 +1,134 @@
+"""A prefill server that is killed in the middle of a prompt which the decode server reads chunk by
+chunk: what has been read is not computed again, and the answer is one server's."""
+
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kit import cluster
+from tests.kit.composed import Cluster
+from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.parity import compare, complete
+from tests.kit.servers import ProxyServer, VllmServer
+
+CHUNK_TOKENS, NUM_TOKENS, MAX_LEN = 64, 1900, 2048
+ATOL = 0.02
+BOUND_SECONDS = 120.0
+FAILURES = "vllm:commext_nixl_failures_total"
+USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+STREAMS = "commext_proxy_streams_total"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def engine(
+    name: str, role: str, model: Path, folder: Path, *more: str, policy: str = "recompute"
+) -> VllmServer:
+    args = ["--max-model-len", str(MAX_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS), *more]
+    config = cluster.kv_transfer_config(role, policy=policy)
+    return cluster.engine_server(name, model, folder, config, args=args)
+
+
+class Killer(threading.Thread):
+    """Kills the prefill server that has computed half of a prompt."""
+
+    def __init__(self, prefill: list[VllmServer]) -> None:
+        super().__init__(daemon=True)
+        self._prefill = prefill
+        self.killed: VllmServer | None = None
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + BOUND_SECONDS
+        while self.killed is None and time.monotonic() < end:
+            for server in self._prefill:
+                page = scrape(server.url)
+                num_tokens = page.total(USAGE) * cluster.NUM_BLOCKS * cluster.BLOCK_SIZE
+                # An engine that computes nothing says what it held when it last did.
+                if page.total(RUNNING) and num_tokens >= NUM_TOKENS / 2:
+                    server.signal_all(signal.SIGKILL)
+                    self.killed = server
+                    return
+
+
+def tokens_of(added: Metrics, source: str) -> float:
+    """Of a prompt, from where they came."""
+    return added.total(BY_SOURCE, source=source)
+
+
+def check(folder: Path, prefill: list[VllmServer], decode: VllmServer) -> tuple[Metrics, Metrics]:
+    """A prefill server is killed, and the answer is the decode server's own; what that and the
+    proxy have counted since."""
+    dice = random.Random(5)
+    prompt, first = ([dice.randrange(32, 127) for _ in range(NUM_TOKENS)] for _ in range(2))
+    args = [*cluster.PATIENT_PROXY_ARGS, "--health-interval", "0.5"]
+    with cluster.all_ready([*prefill, decode]):
+        right = complete(decode.url, cluster.MODEL_NAME, prompt)
+        urls = [one.url for one in prefill]
+        with ProxyServer("proxy", urls, [decode.url], folder, args=args) as proxy:
+            for number, _ in enumerate(prefill):  # engines meet
+                complete(proxy.url, cluster.MODEL_NAME, first[number:], max_tokens=4)
+            before, counted, killer = scrape(decode.url), scrape(proxy.url), Killer(prefill)
+            another = {"cache_salt": "another"}  # what has been cached is not looked at
+            found = complete(proxy.url, cluster.MODEL_NAME, prompt, extra=another)
+            killer.join(BOUND_SECONDS)
+            assert killer.killed is not None
+            assert compare(right, found, ATOL).position is None
+            added = wait_for_added(decode.url, before, FAILURES, at_least=1)
+            assert added.total(FAILURES) == 1
+            return added, scrape(proxy.url).minus(counted)
+
+
+def test_the_decode_server_computes_the_rest_alone(model: Path, tmp_path: Path) -> None:
+    prefill = engine("p", "kv_producer", model, tmp_path)
+    decode = engine("d", "kv_consumer", model, tmp_path)
+    added, counted = check(tmp_path, [prefill], decode)
+    read = tokens_of(added, "local_cache_hit")
+    assert read >= NUM_TOKENS / 4
+    assert tokens_of(added, "local_compute") == NUM_TOKENS - read
+    assert tokens_of(added, "external_kv_transfer") == 0
+    assert counted.total(STREAMS, way="alone") == 1
+
+
+@pytest.mark.long
+def test_it_does_so_beside_another_prefill_server(model: Path, tmp_path: Path) -> None:
+    prefill = [engine(f"p{n}", "kv_producer", model, tmp_path) for n in range(2)]
+    decode = engine("d", "kv_consumer", model, tmp_path)
+    added, counted = check(tmp_path, prefill, decode)
+    assert tokens_of(added, "local_cache_hit") >= NUM_TOKENS / 4
+    assert counted.total(STREAMS, way="alone") == 1
+
+
+@pytest.mark.long
+def test_a_prompt_that_another_prefill_server_computes_is_read_from_there_on(
+    model: Path, tmp_path: Path
+) -> None:
+    """Under the policy that fails requests, the proxy begins anew."""
+    prefill = [engine(f"p{n}", "kv_producer", model, tmp_path) for n in range(2)]
+    decode = engine("d", "kv_consumer", model, tmp_path, policy="fail")
+    added, _ = check(tmp_path, prefill, decode)
+    read = tokens_of(added, "local_cache_hit")
+    assert read >= NUM_TOKENS / 4
+    assert tokens_of(added, "external_kv_transfer") == NUM_TOKENS - read
+
+
+@pytest.mark.long
+def test_without_a_prefix_cache_all_is_computed(model: Path, tmp_path: Path) -> None:
+    prefill = engine("p", "kv_producer", model, tmp_path)
+    decode = engine("d", "kv_consumer", model, tmp_path, "--no-enable-prefix-caching")
+    added, _ = check(tmp_path, [prefill], decode)
+    assert tokens_of(added, "local_compute") == NUM_TOKENS
+
+
+@pytest.mark.long
+def test_without_the_windows_of_where_it_was_lost_all_is_computed(composed: Cluster) -> None:
+    """They are read at the end alone."""
+    model, folder = composed.model("swa"), composed.folder
+    prefill = engine("p", "kv_producer", model, folder)
+    added, _ = check(folder, [prefill], engine("d", "kv_consumer", model, folder))
+    assert tokens_of(added, "local_compute") == NUM_TOKENS
