@@ -25,6 +25,20 @@ SERVER_MODULES = (
     "vllm.entrypoints.cli.serve",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
+    "vllm.compilation.backends",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.entrypoints.cli.benchmark.main",
+    "vllm.entrypoints.cli.collect_env",
+    "vllm.entrypoints.cli.launch",
+    "vllm.entrypoints.cli.openai",
+    "vllm.entrypoints.cli.run_batch",
+    "vllm.v1.engine.async_llm",
+    "vllm.renderers.hf",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "prometheus_fastapi_instrumentator",
+    "pydantic.v1",
 )
 # Variables that are read after the imports; others, of libraries, as they are loaded.
 LATE = ("VLLM_COMMEXT", "COMMEXT_", "UCX_", "PYTEST_", "PYTHONPATH")
@@ -111,6 +125,8 @@ def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
         for key, value in environ.items()
         if not key.startswith(LATE) and value in (GIVEN.get(key), servers.CPU_ENVIRON.get(key))
     }
+    if environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch compiles nothing, whatever vLLM is told
+        early["TORCH_COMPILE_DISABLE"] = "1"
     folder = Path(os.environ[FOLDER])
     key = json.dumps([list(modules), sorted(early.items())])
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
