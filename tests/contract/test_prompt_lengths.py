@@ -68,7 +68,7 @@ def engines(model: Model) -> Iterator[tuple[Engine, Engine]]:
         engine.connector.shutdown()
 
 
-@pytest.mark.parametrize("num_cached", [0, BLOCK, 3 * BLOCK])
+@pytest.mark.parametrize("num_cached", [0, pytest.param(BLOCK, marks=pytest.mark.long), 3 * BLOCK])
 @pytest.mark.parametrize("tokens_a_step", TOKENS_A_STEP)
 def test_what_is_computed_after_a_load_starts_from_what_a_single_engine_has(
     engines: tuple[Engine, Engine], tokens_a_step: int, num_cached: int

@@ -65,7 +65,10 @@ def test_arguments_environment_session_and_status_are_its_own(tmp_path: Path) ->
     assert "VLLM_COMMEXT_SEEN" not in json.loads(output.read_text())[1]
 
 
-def test_it_spawns_children_of_its_own_and_nothing_is_left_of_them(tmp_path: Path) -> None:
+def test_it_spawns_children_of_its_own_and_nothing_is_left_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.kit.servers.GRACE_SECONDS", 1.0)
     made, output = run(SPAWN, tmp_path)
     deadline = time.monotonic() + 240
     while len(lines := output.read_text().splitlines()) < 3 and time.monotonic() < deadline:

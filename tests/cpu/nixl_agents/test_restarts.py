@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MakeEngine = Callable[..., Any]
 ROOT = Path(__file__).parents[3]
-NUM_RESTARTS = 50 if os.environ.get("COMMEXT_TEST_LONG") else 30
+NUM_RESTARTS = 50 if os.environ.get("COMMEXT_TEST_LONG") else 22
 NUM_BEFORE = 12
 """Restarts until NIXL and the interpreter have allocated most of what they use again."""
 CLOSE_WAIT = "08"

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.crossed import crossed
+
 RUN = (
     "import argparse, sys; from vllm_commext.cli import proxy; p = argparse.ArgumentParser(); "
     "proxy.add_arguments(p); sys.exit(proxy.run(p.parse_args()))"
@@ -74,8 +76,9 @@ async def started(
             await process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize(
+    ("workers", "number"), crossed(["1", "2"], [signal.SIGTERM, signal.SIGINT])
+)
 async def test_a_signal_to_the_group_ends_requests_whole(
     kit: Any, tmp_path: Path, number: signal.Signals, workers: str
 ) -> None:
@@ -105,7 +108,9 @@ async def test_a_signal_to_the_group_ends_requests_whole(
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT]
+)
 async def test_a_signal_to_the_group_ends_idle_workers(
     kit: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
