@@ -17,7 +17,7 @@ one's once it has read from another peer.  Where a link was cut, they go when UC
 SETTLE_SECONDS = 90.0
 """For what goes by itself; what stays longer is held for good."""
 MAX_MORE_THREADS = 3
-MAX_STEADY_BYTES = 1 << 20
+MAX_STEADY_BYTES = 1 << 19
 """From one fault to the next; a buffer of a KV cache or of a transfer is larger, a dead peer costs
 3 KiB."""
 MIN_SAMPLES = 14

@@ -56,6 +56,7 @@ class RunRecord:
         moves: streams whose decode engine drained, the same.
         samples: details of wrong and late answers.
         censuses: descriptors, threads and memory of each engine at both ends of its life.
+        memory: KiB of private memory of each engine after each fault of its life.
         problems: what should not have happened outside of a fault.
         skipped: kinds that this machine does not permit, and why.
         seconds: length of the run.
@@ -69,6 +70,7 @@ class RunRecord:
     moves: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    memory: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     problems: list[str] = field(default_factory=list[str])
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     seconds: float = 0.0

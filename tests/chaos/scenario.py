@@ -22,6 +22,9 @@ from tests.kit.servers import ServerEndedError
 from vllm_commext.errors import CommextTimeoutError
 
 WARM_UP_SECONDS = 2.0
+NUM_KERNELS = 32
+"""Batch sizes for which vLLM keeps oneDNN's kernels, of each shape of a weight: of the tiny Llama
+1.2 MiB for each size until then.  A decode engine meets new ones when it has to compute prompts."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Scenario:
             prefill engine before the first fault.
         max_delay_seconds: longest time without a fault.
         policy: the decode engine's first policy.
-        corrupting: the decode engine damages what it has read, so that the run has to fail.
+        connector: see ``Testbed``.
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
         streams: prompts are read while they are computed.
@@ -58,7 +61,7 @@ class Scenario:
     plain_reference: bool = True
     max_delay_seconds: float = 2.0
     policy: str = "recompute"
-    corrupting: bool = False
+    connector: str = cluster.CONNECTOR
     spares: bool = False
     streams: bool = False
     adaptive: bool = False
@@ -88,7 +91,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             _plain_references(scenario, model, folder) if scenario.plain_reference else None
         )
         testbed = Testbed(
-            *(model, folder, link, scenario.policy, scenario.corrupting, scenario.spares),
+            *(model, folder, link, scenario.policy, scenario.connector, scenario.spares),
             *(scenario.streams, scenario.adaptive, scenario.gpus),
         )
         stack.callback(testbed.stop)
@@ -108,7 +111,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
         record.resumes = testbed.streams_by("commext_proxy_resumes_total")
         record.moves = testbed.streams_by("commext_proxy_moves_total")
-        record.censuses = testbed.censuses
+        record.censuses, record.memory = testbed.censuses, testbed.memory
     return record
 
 
@@ -154,7 +157,7 @@ class _Run:
 
     def go(self, faults: Sequence[Fault]) -> None:
         self._load.start(self._scenario.num_clients)
-        self._warm_up()
+        self._warm_up(*self._stage.urls(PREFILL), *self._stage.urls(DECODE))
         self._settle("start", (PREFILL, DECODE))
         for fault in faults:
             time.sleep(fault.delay_seconds)
@@ -162,6 +165,7 @@ class _Run:
         while self._load.verdicts.total() < self._scenario.num_requests:
             time.sleep(0.2)
         self._settle("end", (PREFILL, DECODE), compare=True)
+        self._record.problems += [f"end: {one}" for one in self._stage.leaks_of_spares()]
         if self._scenario.streams:
             self._record.settings["streamed"] = streamed = int(self._stage.streamed())
             if not streamed:
@@ -198,7 +202,7 @@ class _Run:
             f"{dict(self._load.verdicts)}{''.join(f'; PROBLEM: {one}' for one in problems)}"
         )
         if killed:
-            self._warm_up()
+            self._warm_up(self._stage.url(killed))
             self._settle(f"after fault {fault.number}", (killed,))
 
     def _inject(self, fault: Fault) -> list[str]:
@@ -209,12 +213,14 @@ class _Run:
         except Exception as error:  # noqa: BLE001 the fault's own requests may fail in any way
             return [f"the fault itself failed: {type(error).__name__}: {error}"]
 
-    def _warm_up(self) -> None:
-        """Let a new engine allocate what it will need: work space for long prompts among it, and
+    def _warm_up(self, *urls: str) -> None:
+        """Let new engines allocate what they will need: work space for long prompts among it, and
         connections to all engines of the other role, as some would meet long after the start."""
         model, prompt = cluster.MODEL_NAME, (65,) * 2 * cluster.BLOCK_SIZE
-        for role in (PREFILL, DECODE):
-            complete(self._stage.url(role), model, (65,) * LONG_PROMPT, max_tokens=2)
+        for url in urls:
+            complete(url, model, (65,) * LONG_PROMPT, max_tokens=2)
+            for size in range(1, NUM_KERNELS + 1):
+                complete(url, model, (65,) * size, max_tokens=1)
         for source, target in self._pairs():
             params = {"kv_transfer_params": prefill(source, model, prompt)}
             complete(target, model, prompt, max_tokens=2, extra=params)

@@ -8,6 +8,8 @@ import pytest
 from tests.chaos.judge import RIGHT, WRONG
 from tests.chaos.report import as_markdown, failures
 from tests.chaos.scenario import Scenario, run
+from tests.kit import CORRUPTING, LEAKING
+from tests.kit.cluster import CONNECTOR
 from tests.kit.tiny_model import write_tiny_model
 
 KINDS = (
@@ -57,10 +59,31 @@ def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) 
         num_prompts=4,
         namespaces=False,
         plain_reference=False,
-        corrupting=True,
+        connector=CORRUPTING,
     )
     record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     report = as_markdown(record)
     assert record.verdicts[WRONG] >= 5, report
     assert record.verdicts[RIGHT] == 0, report
     assert any("wrong" in line for line in failures(record, timed=False)), report
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("real_servers")
+@pytest.mark.parametrize("connector", [CONNECTOR, LEAKING])
+def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, connector: str) -> None:
+    scenario = Scenario(
+        seed=1,
+        num_requests=10,
+        num_faults=24,
+        kinds=("foreign_parameters",),
+        num_prompts=4,
+        namespaces=False,
+        plain_reference=False,
+        max_delay_seconds=0.5,
+        connector=connector,
+    )
+    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
+    found = [line for line in failures(record, timed=False) if "and no end" in line]
+    assert bool(found) == (connector == LEAKING), as_markdown(record) + str(record.memory)

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.census import Census, growth, leak, settled, take_census
+from tests.chaos.engine import Engine
 from tests.chaos.network import Link
 from tests.chaos.schedule import DECODE, PREFILL
-from tests.kit import CORRUPTING, CORRUPTING_MODULE, ROOT, cluster, fixed_cache
+from tests.kit import CORRUPTING_MODULE, ROOT, cluster, fixed_cache
 from tests.kit.fleet import AdminPort
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.parity import complete
@@ -24,7 +24,6 @@ from tests.kit.servers import (
     CUDA_ENVIRON,
     LOOPBACK,
     ProxyServer,
-    VllmServer,
     free_port,
 )
 from vllm_commext.errors import CommextError
@@ -76,37 +75,6 @@ def on_gpu(gpu: str) -> Mapping[str, str | None]:
 
 
 @dataclass
-class Engine:
-    """One engine's place: its HTTP port stays, its processes come and go.
-
-    Attributes:
-        name: for logs.
-        role: ``PREFILL`` or ``DECODE``.
-        http_port: where the proxy expects it.
-        engine_id: its id for the connector.
-        side_channel_port: where it serves its side channel.
-        policy: vLLM's policy for loads that fail.
-        generation: how often it was started.
-        server: the process that runs now.
-        pids: its processes once it was ready.
-        baseline: what it held when it had served its first requests.
-        heap_bytes: its private memory after each fault since its start.
-    """
-
-    name: str
-    role: str
-    http_port: int
-    engine_id: str
-    side_channel_port: int
-    policy: str
-    generation: int = 0
-    server: VllmServer | None = None
-    pids: frozenset[int] = frozenset()
-    baseline: Census | None = None
-    heap_bytes: list[int] = field(default_factory=list[int])
-
-
-@dataclass
 class Testbed:
     """All servers of one run.
 
@@ -115,7 +83,7 @@ class Testbed:
         folder: where logs go.
         link: the link to the prefill engine's namespace, None where all is on loopback.
         policy: the decode engine's first policy; each of its restarts takes the other one.
-        corrupting: the decode engine damages what it has read, so that the run has to fail.
+        connector: of decode engines; one that does damage has to make the run fail.
         with_spares: each role has a second engine, which no fault is aimed at, and the decode
             engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
@@ -131,7 +99,7 @@ class Testbed:
     folder: Path
     link: Link | None = None
     policy: str = "recompute"
-    corrupting: bool = False
+    connector: str = cluster.CONNECTOR
     with_spares: bool = False
     streams: bool = False
     adaptive: bool = False
@@ -141,6 +109,7 @@ class Testbed:
     proxy: ProxyServer | None = None
     admin: AdminPort = field(init=False)
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    memory: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def start(self) -> None:
         """Start everything and wait until the proxy says that it can serve."""
@@ -149,7 +118,7 @@ class Testbed:
             if self.with_spares:
                 self.spares[role] = self._begin(role, f"{role}-spare")
         for engine in self._all():
-            self._wait_ready(engine)
+            engine.wait_ready()
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
         args += ["--stream-chunks", "auto" if self.streams else "never"]
         self.admin = AdminPort(self.folder)
@@ -170,8 +139,7 @@ class Testbed:
         if self.proxy is not None:
             self.proxy.stop()
         for engine in self._all():
-            if engine.server is not None:
-                engine.server.stop()
+            engine.stop()
 
     def host(self, role: str) -> str:
         """Address of an engine."""
@@ -193,21 +161,20 @@ class Testbed:
 
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to all processes of an engine."""
-        self._server(role).signal_all(number)
+        self.engines[role].server.signal_all(number)
 
     def restart(self, role: str, *, as_another: bool) -> None:
         """Kill an engine and start it anew, under its old or under another id and port."""
         engine = self.engines[role]
-        server = self._server(role)
-        server.signal_all(signal.SIGKILL)
-        server.stop()
+        engine.server.signal_all(signal.SIGKILL)
+        engine.stop()
         if as_another:
             engine.engine_id = f"{role}-{engine.generation}"
             engine.side_channel_port = free_port()
         if role == DECODE and not self.with_spares:
             engine.policy = "fail" if engine.policy == "recompute" else "recompute"
         self._launch(engine)
-        self._wait_ready(engine)
+        engine.wait_ready()
 
     def metrics(self, role: str) -> Metrics:
         """An engine's metrics now."""
@@ -248,10 +215,10 @@ class Testbed:
         """Engines whose processes ended without being told to."""
         found: list[str] = []
         for engine in self._all():
-            server = self._server_of(engine)
-            missing = engine.pids - set(server.pids())
+            missing = engine.pids - set(engine.server.pids())
             if missing:
-                found.append(f"{server.name}: processes ended: {server.log_tail(5)}")
+                tail = engine.server.log_tail(5)
+                found.append(f"{engine.server.name}: processes ended: {tail}")
         return found
 
     def wait_quiet(self) -> list[str]:
@@ -269,32 +236,27 @@ class Testbed:
 
     def take_baseline(self, role: str) -> None:
         """Remember what an engine holds, if it has not been counted since its start."""
-        engine = self.engines[role]
-        if engine.baseline is None:
-            engine.baseline = take_census(self._server(role).pids())
+        self.engines[role].take_baseline()
 
     def sample_memory(self) -> None:
         """Remember how much memory each engine has now, after a fault."""
         for engine in self._all():
-            engine.heap_bytes.append(take_census(self._server_of(engine).pids()).heap_bytes)
+            engine.heap_bytes.append(engine.take_census().heap_bytes)
+            self.memory[engine.server.name] = [size >> 10 for size in engine.heap_bytes]
 
     def compare_with_baseline(self, role: str) -> list[str]:
         """What an engine holds more than at its baseline; keeps both for the report."""
-        engine, server = self.engines[role], self._server(role)
-        if engine.baseline is None:
+        engine = self.engines[role]
+        compared = engine.compare_with_baseline()
+        if compared is None:
             return []
-        before = engine.baseline
-        now = settled(lambda: take_census(server.pids()), before)
-        self.censuses.append(
-            {
-                "engine": server.name,
-                "descriptors": f"{before.descriptors} -> {now.descriptors}",
-                "threads": f"{before.threads} -> {now.threads}",
-                "MiB": f"{before.heap_bytes >> 20} -> {now.heap_bytes >> 20}",
-            }
-        )
-        problems = [*growth(before, now), *leak(engine.heap_bytes)]
-        return [f"{server.name}: {line}" for line in problems]
+        row, problems = compared
+        self.censuses.append(row)
+        return [*problems, *engine.leaks()]
+
+    def leaks_of_spares(self) -> list[str]:
+        """Of those that no fault has come to, whose memory grows with each."""
+        return [problem for engine in self.spares.values() for problem in engine.leaks()]
 
     def _blocks_in_use(self, role: str) -> float:
         # The gauge is set by steps only, so it takes a request to bring it up to date.
@@ -317,23 +279,14 @@ class Testbed:
         self._launch(engine)
         return engine
 
-    def _server(self, role: str) -> VllmServer:
-        return self._server_of(self.engines[role])
-
-    @staticmethod
-    def _server_of(engine: Engine) -> VllmServer:
-        assert engine.server is not None, "not started"
-        return engine.server
-
     def _launch(self, engine: Engine) -> None:
         engine.generation += 1
-        engine.baseline = None
-        engine.heap_bytes = []
-        corrupting = self.corrupting and engine.role == DECODE
+        connector = self.connector if engine.role == DECODE else cluster.CONNECTOR
+        does_damage = connector != cluster.CONNECTOR
         config = cluster.kv_transfer_config(
             "kv_both" if self.adaptive else ROLES[engine.role],
-            connector=CORRUPTING if corrupting else cluster.CONNECTOR,
-            module_path=CORRUPTING_MODULE if corrupting else None,
+            connector=connector,
+            module_path=CORRUPTING_MODULE if does_damage else None,
             policy=engine.policy,
             engine_id=engine.engine_id,
             extra={
@@ -353,7 +306,7 @@ class Testbed:
         if self.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP}
-        if corrupting:
+        if does_damage:
             environ["PYTHONPATH"] = str(ROOT)
         if self.gpus:
             args += GPU_ARGS
@@ -362,7 +315,7 @@ class Testbed:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL
             environ["UCX_NET_DEVICES"] = self.link.far if far else self.link.near
-        engine.server = cluster.engine_server(
+        server = cluster.engine_server(
             f"{engine.name}-{engine.generation}",
             self.model,
             self.folder,
@@ -371,12 +324,7 @@ class Testbed:
             args=args,
             environ=environ,
         )
-        engine.server.url = self._url(engine)
+        server.url = self._url(engine)
         if self.link is not None and engine.role == PREFILL:
-            engine.server.command[:0] = self.link.enter()
-        engine.server.start()
-
-    def _wait_ready(self, engine: Engine) -> None:
-        server = self._server_of(engine)
-        server.wait_ready()
-        engine.pids = frozenset(server.pids())
+            server.command[:0] = self.link.enter()
+        engine.start(server)

@@ -6,6 +6,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORRUPTING = "CorruptingNixlConnector"
 CORRUPTING_MODULE = "tests.kit.corrupting_connector"
 """Damages what a decode engine has read; the server needs ``ROOT`` as its ``PYTHONPATH``."""
+LEAKING = "LeakingNixlConnector"
+"""Of the same module: keeps memory for each load that has failed."""
 MARKED_CORRUPTING = "MarkedCorruptingConnector"
 DAMAGE_MARK = "damaged"
 """The same, but only what requests with this mark in their id have read."""

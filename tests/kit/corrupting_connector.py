@@ -1,5 +1,5 @@
-"""The negative control: a connector that damages what it receives, so that a comparison must
-notice.
+"""Negative controls: connectors that damage what they receive, so that a comparison must notice, or
+leak.
 
 Use it on the decode side, in ``--kv-transfer-config``:
 ``"kv_connector": "CorruptingNixlConnector"``,
@@ -10,8 +10,9 @@ damages only what requests with ``DAMAGE_MARK`` in their id receive, so that one
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -104,6 +105,18 @@ class CorruptingNixlConnector(CommextNixlConnector):
             self._caches[name].data_ptr(): self._caches[name] for name in layers
         }.values():
             flip_block(cache, block_id, self._num_blocks)
+
+
+class LeakingNixlConnector(CommextNixlConnector):
+    """Keeps a MiB for each load that has failed."""
+
+    kept: ClassVar[list[bytes]] = []
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Leak (vLLM 0.30 and newer)."""
+        results = super().get_transfer_results(finished_req_ids)
+        self.kept.extend(os.urandom(1 << 20) for _ in results.failed_recving or ())
+        return results
 
 
 class MarkedCorruptingConnector(CorruptingNixlConnector):

@@ -1,0 +1,89 @@
+"""One engine's place: its HTTP port stays, its processes come and go, and what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.census import Census, growth, leak, settled, take_census
+from tests.kit.servers import VllmServer
+
+
+@dataclass
+class Engine:
+    """An engine of a run.
+
+    Attributes:
+        name: for logs.
+        role: ``PREFILL`` or ``DECODE``.
+        http_port: where the proxy expects it.
+        engine_id: its id for the connector.
+        side_channel_port: where it serves its side channel.
+        policy: vLLM's policy for loads that fail.
+        generation: how often it was started.
+        running: the server's process that runs now.
+        pids: its processes once it was ready.
+        baseline: what it held when it had served its first requests.
+        heap_bytes: its private memory after each fault since its start.
+    """
+
+    name: str
+    role: str
+    http_port: int
+    engine_id: str
+    side_channel_port: int
+    policy: str
+    generation: int = 0
+    running: VllmServer | None = None
+    pids: frozenset[int] = frozenset()
+    baseline: Census | None = None
+    heap_bytes: list[int] = field(default_factory=list[int])
+
+    @property
+    def server(self) -> VllmServer:
+        """The process that runs now."""
+        assert self.running is not None, "not started"
+        return self.running
+
+    def start(self, server: VllmServer) -> None:
+        """Start it, of which nothing is known yet."""
+        self.running, self.baseline, self.heap_bytes = server, None, []
+        server.start()
+
+    def wait_ready(self) -> None:
+        """Wait until it serves."""
+        self.server.wait_ready()
+        self.pids = frozenset(self.server.pids())
+
+    def stop(self) -> None:
+        """End it, if it was started."""
+        if self.running is not None:
+            self.running.stop()
+
+    def take_census(self) -> Census:
+        """What it holds now."""
+        return take_census(self.server.pids())
+
+    def take_baseline(self) -> None:
+        """Remember what it holds, if it has not been counted since its start."""
+        if self.baseline is None:
+            self.baseline = self.take_census()
+
+    def compare_with_baseline(self) -> tuple[dict[str, Any], list[str]] | None:
+        """What it held at its baseline and holds now, for the report, and what is too much of it;
+        None without a baseline."""
+        before = self.baseline
+        if before is None:
+            return None
+        now = settled(self.take_census, before)
+        row = {
+            "engine": self.server.name,
+            "descriptors": f"{before.descriptors} -> {now.descriptors}",
+            "threads": f"{before.threads} -> {now.threads}",
+            "MiB": f"{before.heap_bytes >> 20} -> {now.heap_bytes >> 20}",
+        }
+        return row, [f"{self.server.name}: {line}" for line in growth(before, now)]
+
+    def leaks(self) -> list[str]:
+        """Whether its memory grows with each fault."""
+        return [f"{self.server.name}: {line}" for line in leak(self.heap_bytes)]
