@@ -163,6 +163,11 @@ class AdminPort:
         """The engine, or another one in its place, gets work again."""
         self._ask("undrain", url)
 
+    def in_flight(self) -> dict[str, int]:
+        """Requests under way at each engine, by its URL."""
+        answer = httpx.get(f"{self._url}/engines", headers=self._headers, timeout=60, verify=tls())
+        return {one["url"]: one["in_flight"] for one in answer.json()["engines"]}
+
     def _ask(self, what: str, url: str, **more: float) -> None:
         answer = httpx.post(
             f"{self._url}/{what}",

@@ -46,17 +46,24 @@ class Served:
     refused: str = ""
     beside: Mapping[str, Any] | None = None
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path, dtype: str = "bfloat16") -> Path:
         """Write the model into ``folder``; return where it is."""
-        model = write_tiny_model(folder / "model", self.kind, dtype="bfloat16")
+        model = write_tiny_model(folder / "model", self.kind, dtype=dtype)
         if self.change is not None:
             self.change(model)
         return model
 
     def gpu_options(self, model: Path) -> list[str]:
         """Options of an engine on GPUs."""
+        return self._options(KINDS[self.kind].gpu_options, model)
+
+    def cpu_options(self, model: Path) -> list[str]:
+        """Options of an engine on CPUs."""
+        return self._options(KINDS[self.kind].cpu_options, model)
+
+    def _options(self, common: Sequence[str], model: Path) -> list[str]:
         places = {"{model}": str(model), "{folder}": str(model.parent)}
-        options = [*KINDS[self.kind].gpu_options, *self.args]
+        options = [*common, *self.args]
         for mark, path in places.items():
             options = [option.replace(mark, path) for option in options]
         return options
