@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from tests.chaos.load import MAX_TOKENS
 from tests.chaos.report import as_json, as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.chaos.schedule import KINDS
-from tests.kit.tiny_model import write_tiny_model
+from tests.kit.forked import forking
+from tests.kit.served import SERVED
 
 
 def main() -> int:
@@ -49,10 +53,21 @@ def main() -> int:
         help="the GPU of each role, with the prefill engine's memory mapped; default: CPUs",
     )
     parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        help="with more, faults come to the engine that has most under way; needs --spares",
+    )
+    parser.add_argument("--max-seconds", type=float, default=math.inf, help="no fault after these")
+    parser.add_argument("--serve", choices=sorted(SERVED), default="llama", help="default: llama")
+    parser.add_argument("--proxy-args", nargs=argparse.REMAINDER, default=[], help="come last")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
     args = parser.parse_args()
     folder = args.out.with_name(args.out.name + ".logs")
     folder.mkdir(parents=True, exist_ok=True)
+    served = SERVED[args.serve]
+    model = served.write(folder, "float32")
     scenario = Scenario(
         args.seed,
         args.requests,
@@ -65,9 +80,14 @@ def main() -> int:
         streams=args.streams,
         adaptive=args.adaptive,
         gpus=tuple(args.gpus),
+        args=tuple(served.gpu_options(model) if args.gpus else served.cpu_options(model)),
+        proxy_args=tuple(args.proxy_args),
+        max_tokens=args.max_tokens,
+        name=served.name,
+        max_seconds=args.max_seconds,
     )
-    model = write_tiny_model(folder / "model")
-    record = run(scenario, model, folder, lambda line: print(line, flush=True))
+    with forking() if scenario.aimed else nullcontext():
+        record = run(scenario, model, folder, lambda line: print(line, flush=True))
     args.out.with_suffix(".json").write_text(json.dumps(as_json(record), indent=1) + "\n")
     args.out.with_suffix(".md").write_text(as_markdown(record) + "\n")
     wrong = failures(record)

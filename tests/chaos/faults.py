@@ -95,7 +95,11 @@ def inject(fault: Fault, testbed: Testbed, load: Load) -> list[str]:
 
 
 def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
-    return lambda scene: scene.testbed.restart(role, as_another=as_another)
+    def act(scene: Scene) -> None:
+        scene.load.running.leave(*scene.testbed.names(role), lost=True)
+        scene.testbed.restart(role, as_another=as_another)
+
+    return act
 
 
 def _stand_still(role: str, shortest: float, longest: float) -> Callable[[Scene], None]:
@@ -213,6 +217,7 @@ def _drain_decode(scene: Scene) -> list[str]:
         ]
         time.sleep(scene.rng.uniform(0.5, 1.5))
         testbed.admin.drain(url)
+        scene.load.running.leave(*testbed.names(DECODE), lost=False)
         testbed.admin.undrain(url)
         answers = [one.result() for one in asked]
     verdicts = [scene.load.note(*pair) for pair in zip(expected, answers, strict=True)]

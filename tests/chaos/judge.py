@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.kit.parity import Completion, compare, near_enough
 
@@ -57,6 +57,12 @@ class Recovery:
             and self.attempts <= MAX_ATTEMPTS
             and self.seconds <= MAX_RECOVERY_SECONDS
         )
+
+
+def first(completion: Completion, num_tokens: int) -> Completion:
+    """The beginning of a right answer, which is what a shorter one has to be."""
+    ids, logprobs = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
+    return replace(completion, token_ids=ids, logprobs=logprobs)
 
 
 def judge(reference: Completion, answer: Answer, bound_seconds: float) -> str:

@@ -7,12 +7,14 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
-from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, judge
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge
+from tests.chaos.running import Running
 from tests.chaos.testbed import BOUND_SECONDS
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import Completion, complete
@@ -22,6 +24,11 @@ from vllm_commext.errors import CommextError
 MAX_TOKENS = 24
 WITHOUT_LOGPROBS = {"logprobs": None}
 """So that a stream whose engine is lost goes on from its tokens, and is not drawn anew."""
+SEEDED: Mapping[str, Any] = {"temperature": 0.8}
+"""With a seed beside it."""
+MOST = 0.8
+SECONDS_A_TOKEN = 0.15
+"""What each more than ``MAX_TOKENS`` may take, beside engines that start."""
 LENGTHS = range(40, 300)
 AFTER_ERROR_SECONDS = 0.25
 MAX_ERROR_TEXT = 160
@@ -36,9 +43,34 @@ def make_prompts(num_prompts: int, seed: int) -> list[tuple[int, ...]]:
     ]
 
 
-def take_references(url: str, prompts: Sequence[tuple[int, ...]]) -> list[Completion]:
-    """The right answers, asked one by one of a server that computes everything itself."""
-    return [complete(url, MODEL_NAME, prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
+@dataclass(frozen=True)
+class Known:
+    """A request whose right answer is known; ``extra`` is laid over it."""
+
+    right: Completion
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def take_references(
+    url: str,
+    prompts: Sequence[tuple[int, ...]],
+    num_tokens: int = MAX_TOKENS,
+    model: str = "",
+    *,
+    seeds: bool = False,
+) -> list[Known]:
+    """The right answers, asked one by one of a server that computes everything itself.
+
+    Where a model is named every other one is asked of it; ``seeds``: the second half is drawn.
+    """
+    asked: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+    for number, prompt in enumerate(prompts):
+        drawn = {**SEEDED, "seed": number} if seeds and number >= len(prompts) // 2 else {}
+        asked.append((prompt, {**drawn, **({"model": model} if model and number % 2 else {})}))
+    return [
+        Known(complete(url, MODEL_NAME, prompt, max_tokens=num_tokens, extra=extra), extra)
+        for prompt, extra in asked
+    ]
 
 
 def ask(url: str, prompt: Sequence[int], **options: object) -> Answer:
@@ -59,8 +91,12 @@ class Load:
 
     Attributes:
         url: the proxy.
-        references: the right answers, each with its prompt.
+        known: what is asked for.
         seed: for the order of the requests.
+        max_tokens: how long answers are; with more than ``MAX_TOKENS`` these are the shortest, and
+            most of them are streams.
+        running: where streams run.
+        num_unequal: right answers that went on with another one of two equally likely tokens.
         verdicts: answers by verdict.
         errors: error answers by what they said, shortened.
         samples: details of wrong and late answers.
@@ -68,8 +104,11 @@ class Load:
     """
 
     url: str
-    references: Sequence[Completion]
+    known: Sequence[Known]
     seed: int
+    max_tokens: int = MAX_TOKENS
+    running: Running = field(default_factory=Running)
+    num_unequal: int = 0
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
@@ -79,6 +118,16 @@ class Load:
     _go: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     _busy: Counter[int] = field(default_factory=Counter[int])
+
+    @property
+    def references(self) -> list[Completion]:
+        """Greedy answers of ``MAX_TOKENS`` tokens, without anything laid over their requests."""
+        return [first(one.right, MAX_TOKENS) for one in self.known if not one.extra]
+
+    @property
+    def bound_seconds(self) -> float:
+        """How long an answer may take."""
+        return BOUND_SECONDS + SECONDS_A_TOKEN * (self.max_tokens - MAX_TOKENS)
 
     def start(self, num_clients: int) -> None:
         """Begin with ``num_clients`` clients, each with one request at a time."""
@@ -91,7 +140,7 @@ class Load:
     def pause(self) -> bool:
         """Let all running requests end and send none; whether they have ended in time."""
         self._go.clear()
-        deadline = time.monotonic() + BOUND_SECONDS + 1.0
+        deadline = time.monotonic() + self.bound_seconds + 1.0
         while self._busy.total() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self._busy.total()
@@ -104,16 +153,18 @@ class Load:
         """End all clients; whether they have ended in time."""
         self._stop.set()
         self._go.set()
-        deadline = time.monotonic() + BOUND_SECONDS + 1.0
+        deadline = time.monotonic() + self.bound_seconds + 1.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def note(self, reference: Completion, answer: Answer, bound: float = BOUND_SECONDS) -> str:
+    def note(self, reference: Completion, answer: Answer) -> str:
         """Judge and count an answer; also for requests that a fault sends itself."""
-        verdict = judge(reference, answer, bound)
+        verdict, got = judge(reference, answer, self.bound_seconds), answer.completion
         with self._lock:
             self.verdicts[verdict] += 1
+            if verdict == RIGHT and got is not None:
+                self.num_unequal += got.token_ids != reference.token_ids
             self.spans.append((answer.started, answer.started + answer.seconds))
             if verdict == ERROR:
                 self.errors[_shortened(answer.error)] += 1
@@ -127,17 +178,28 @@ class Load:
             if not self._go.wait(0.2):
                 continue
             self._busy[number] = 1
-            if self._go.is_set():
-                reference = rng.choice(self.references)
-                stream = rng.random() < 0.5
-                extra = WITHOUT_LOGPROBS if stream and rng.random() < 0.5 else None
-                answer = ask(self.url, reference.prompt, stream=stream, extra=extra)
-                verdict = self.note(reference, answer)
-            else:
-                verdict = RIGHT
+            verdict = self._ask(number, rng) if self._go.is_set() else RIGHT
             self._busy[number] = 0
             if verdict != RIGHT:
                 self._stop.wait(AFTER_ERROR_SECONDS)
+
+    def _ask(self, number: int, rng: random.Random) -> str:
+        known = rng.choice(self.known)
+        stream = rng.random() < (0.5 if self.max_tokens == MAX_TOKENS else MOST)
+        extra = {**known.extra, **(WITHOUT_LOGPROBS if stream and rng.random() < 0.5 else {})}
+        num_tokens = rng.randint(MAX_TOKENS, self.max_tokens)
+        answer = ask(
+            self.url,
+            known.right.prompt,
+            stream=stream,
+            extra=extra,
+            max_tokens=num_tokens,
+            on_begin=lambda told: self.running.begin(number, told["X-Commext-Decode"]),
+        )
+        verdict = self.note(first(known.right, num_tokens), answer)
+        why = f": {_shortened(answer.error)}" if verdict == ERROR else ""
+        self.running.end(number, f"{verdict}{why}")
+        return verdict
 
 
 def _shortened(text: str) -> str:

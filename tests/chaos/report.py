@@ -54,6 +54,9 @@ class RunRecord:
         errors: error answers of the load by what they said.
         resumes: streams whose decode engine was lost, by what became of them.
         moves: streams whose decode engine drained, the same.
+        lost: streams of the load that had begun at a decode engine when it was killed, by how they
+            ended.
+        num_unequal: right answers that went on with another one of two equally likely tokens.
         samples: details of wrong and late answers.
         censuses: descriptors, threads and memory of each engine at both ends of its life.
         memory: KiB of private memory of each engine after each fault of its life.
@@ -68,6 +71,8 @@ class RunRecord:
     errors: Counter[str] = field(default_factory=Counter[str])
     resumes: Counter[str] = field(default_factory=Counter[str])
     moves: Counter[str] = field(default_factory=Counter[str])
+    lost: Counter[str] = field(default_factory=Counter[str])
+    num_unequal: int = 0
     samples: list[str] = field(default_factory=list[str])
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     memory: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
@@ -123,11 +128,11 @@ def as_markdown(run: RunRecord) -> str:
         f"- {len(run.faults)} faults of {len({fault.kind for fault in run.faults})} kinds in "
         f"{run.seconds:.0f} s",
         f"- {run.verdicts.total()} requests: "
-        + ", ".join(f"{run.verdicts[verdict]} {verdict}" for verdict in VERDICTS),
-        f"- {run.resumes.total()} streams lost their decode engine: "
-        + (", ".join(f"{count} {result}" for result, count in run.resumes.items()) or "none"),
-        f"- {run.moves.total()} streams had theirs drained: "
-        + (", ".join(f"{count} {result}" for result, count in run.moves.items()) or "none"),
+        + ", ".join(f"{run.verdicts[verdict]} {verdict}" for verdict in VERDICTS)
+        + f"; {run.num_unequal} of the right ones unequal",
+        f"- {run.lost.total()} streams ran at a decode engine that was killed: {_told(run.lost)}",
+        f"- the proxy counts {run.resumes.total()} that lost theirs: {_told(run.resumes)}",
+        f"- {run.moves.total()} streams had theirs drained: {_told(run.moves)}",
         "",
     ]
     lines += _table(
@@ -158,6 +163,10 @@ def as_markdown(run: RunRecord) -> str:
         rows = [tuple(str(census[head]) for head in heads) for census in run.censuses]
         lines += ["## Engines", "", *_table(heads, rows), ""]
     return "\n".join(lines)
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def _row(kind: str, faults: Sequence[FaultRecord]) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,14 +12,14 @@ from itertools import permutations, product
 from pathlib import Path
 
 from tests.chaos.faults import LONG_PROMPT, inject
-from tests.chaos.load import Load, make_prompts, take_references
+from tests.chaos.load import MAX_TOKENS, Known, Load, make_prompts, take_references
 from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
 from tests.chaos.testbed import GPU_ARGS, Testbed, on_gpu
 from tests.kit import cluster
-from tests.kit.parity import Completion, complete, prefill
+from tests.kit.parity import complete, prefill
 from tests.kit.servers import ServerEndedError
 from vllm_commext.errors import CommextTimeoutError
 
@@ -48,7 +50,11 @@ class Scenario:
             their policy.
         streams: prompts are read while they are computed.
         adaptive: see ``Testbed``; on loopback alone.
-        gpus: see ``Testbed``.
+        gpus, args, proxy_args: see ``Testbed``.
+        max_tokens: with more than ``MAX_TOKENS`` answers are as long as that, and faults come to
+            the engine that has most under way; what engines hold is not counted then.
+        name: another model than the tiny one that every other request is for.
+        max_seconds: from then on no fault begins, and no more requests are waited for.
     """
 
     seed: int
@@ -66,6 +72,21 @@ class Scenario:
     streams: bool = False
     adaptive: bool = False
     gpus: Sequence[str] = ()
+    args: Sequence[str] = ()
+    proxy_args: Sequence[str] = ()
+    max_tokens: int = MAX_TOKENS
+    name: str = ""
+    max_seconds: float = math.inf
+
+    @property
+    def aimed(self) -> bool:
+        return self.max_tokens > MAX_TOKENS
+
+    @property
+    def seeds(self) -> bool:
+        """Whether some answers are drawn: on CPUs vLLM ends where the prompt of one that has a seed
+        is computed in several chunks."""
+        return self.aimed and (not self.streams or bool(self.gpus))
 
 
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
@@ -87,18 +108,17 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             kinds = [kind for kind in kinds if not KINDS[kind].needs_streams]
         if not scenario.spares:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_spares]
-        references = (
-            _plain_references(scenario, model, folder) if scenario.plain_reference else None
-        )
+        known = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
         testbed = Testbed(
             *(model, folder, link, scenario.policy, scenario.connector, scenario.spares),
             *(scenario.streams, scenario.adaptive, scenario.gpus),
+            *(scenario.args, scenario.proxy_args),
         )
         stack.callback(testbed.stop)
         testbed.start()
-        if references is None:
-            references = take_references(testbed.url(PREFILL), _prompts(scenario))
-        load = Load(testbed.proxy_url, references, scenario.seed)
+        if known is None:
+            known = _answers_of(testbed.url(PREFILL), scenario)
+        load = Load(testbed.proxy_url, known, scenario.seed, scenario.max_tokens)
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
         try:
@@ -109,21 +129,23 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         record.seconds = time.monotonic() - started
         record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
+        record.lost, record.num_unequal = load.running.lost, load.num_unequal
         record.resumes = testbed.streams_by("commext_proxy_resumes_total")
         record.moves = testbed.streams_by("commext_proxy_moves_total")
         record.censuses, record.memory = testbed.censuses, testbed.memory
     return record
 
 
-def _prompts(scenario: Scenario) -> list[tuple[int, ...]]:
-    return make_prompts(scenario.num_prompts, scenario.seed)
+def _answers_of(url: str, scenario: Scenario) -> list[Known]:
+    prompts = make_prompts(scenario.num_prompts, scenario.seed)
+    return take_references(url, prompts, scenario.max_tokens, scenario.name, seeds=scenario.seeds)
 
 
-def _plain_references(scenario: Scenario, model: Path, folder: Path) -> list[Completion]:
-    args = GPU_ARGS if scenario.gpus else ()
+def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> list[Known]:
+    args = [*scenario.args, *(GPU_ARGS if scenario.gpus else ())]
     environ = on_gpu(scenario.gpus[0]) if scenario.gpus else None
     with cluster.plain_server("plain", model, folder, args=args, environ=environ) as server:
-        return take_references(server.url, _prompts(scenario))
+        return _answers_of(server.url, scenario)
 
 
 def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | None:
@@ -159,12 +181,18 @@ class _Run:
         self._load.start(self._scenario.num_clients)
         self._warm_up(*self._stage.urls(PREFILL), *self._stage.urls(DECODE))
         self._settle("start", (PREFILL, DECODE))
+        deadline = time.monotonic() + self._scenario.max_seconds
         for fault in faults:
+            if time.monotonic() > deadline:
+                break
             time.sleep(fault.delay_seconds)
             self._one(fault)
-        while self._load.verdicts.total() < self._scenario.num_requests:
+        while (
+            self._load.verdicts.total() < self._scenario.num_requests
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
-        self._settle("end", (PREFILL, DECODE), compare=True)
+        self._settle("end", (PREFILL, DECODE), compare=not self._scenario.aimed)
         self._record.problems += [f"end: {one}" for one in self._stage.leaks_of_spares()]
         if self._scenario.streams:
             self._record.settings["streamed"] = streamed = int(self._stage.streamed())
@@ -182,7 +210,9 @@ class _Run:
             self._record.problems.append("clients did not end within their bound")
 
     def _one(self, fault: Fault) -> None:
-        killed = KINDS[fault.kind].kills
+        killed = "" if self._scenario.aimed else KINDS[fault.kind].kills
+        if self._scenario.aimed:
+            self._stage.aim(random.Random(fault.seed))
         if killed:
             self._settle(f"before fault {fault.number}", (killed,), compare=True)
             time.sleep(fault.delay_seconds / 2)
@@ -191,7 +221,8 @@ class _Run:
         back = time.monotonic()
         recovery = recover(self._stage, self._load, back)
         problems += self._stage.deaths()
-        self._stage.sample_memory()
+        if not self._scenario.aimed:
+            self._stage.sample_memory()
         self._record.faults.append(
             FaultRecord(
                 fault.number, fault.kind, back - started, recovery, tuple(problems), started
@@ -199,7 +230,8 @@ class _Run:
         )
         self._say(
             f"{fault.number:4d} {fault.kind:22s} {back - started:5.1f} s, {describe(recovery)}; "
-            f"{dict(self._load.verdicts)}{''.join(f'; PROBLEM: {one}' for one in problems)}"
+            f"{dict(self._load.verdicts)}; streams lost: {dict(self._load.running.lost)}"
+            f"{''.join(f'; PROBLEM: {one}' for one in problems)}"
         )
         if killed:
             self._warm_up(self._stage.url(killed))

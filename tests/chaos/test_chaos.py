@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.judge import RIGHT, WRONG
+from tests.chaos.judge import ERROR, RIGHT, WRONG
 from tests.chaos.report import as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.kit import CORRUPTING, LEAKING
@@ -87,3 +87,36 @@ def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, conn
     record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     found = [line for line in failures(record, timed=False) if "and no end" in line]
     assert bool(found) == (connector == LEAKING), as_markdown(record) + str(record.memory)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("real_servers")
+@pytest.mark.parametrize("proxy_args", [(), ("--no-resume",)], ids=["resumed", "not resumed"])
+def test_no_stream_is_lost_with_the_engine_that_answers_it(
+    tmp_path: Path, proxy_args: tuple[str, ...]
+) -> None:
+    """Where they do not go on elsewhere, as a control, they end with an error."""
+    scenario = Scenario(
+        seed=1,
+        num_requests=50,
+        num_faults=3,
+        kinds=("kill_decode",),
+        num_clients=6,
+        num_prompts=8,
+        namespaces=False,
+        spares=True,
+        streams=True,
+        max_tokens=200,
+        proxy_args=proxy_args,
+    )
+    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
+    report = as_markdown(record)
+    errors = sum(count for how, count in record.lost.items() if how.startswith(ERROR))
+    assert record.lost.total() >= 3, report
+    assert record.verdicts[WRONG] == 0, report
+    if proxy_args:
+        assert errors > 0, report
+    else:
+        assert failures(record, timed=False) == [], report
+        assert record.verdicts[ERROR] == errors == 0, report

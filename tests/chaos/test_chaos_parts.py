@@ -26,10 +26,11 @@ from tests.chaos.census import (
     take_census,
 )
 from tests.chaos.faults import ACTIONS
-from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, first, judge
 from tests.chaos.load import make_prompts
 from tests.chaos.relay import relay_to
 from tests.chaos.report import FaultRecord, RunRecord, as_json, as_markdown, failures
+from tests.chaos.running import Running
 from tests.chaos.schedule import KINDS, plan_faults
 from tests.kit.parity import Completion
 
@@ -144,6 +145,32 @@ def test_the_report_counts_by_kind_and_can_be_stored() -> None:
     assert stored["verdicts"] == {"right": 5, "error": 2}
     assert stored["errors"] == {"HTTP 503": 2}
     assert stored["faults"][1]["recovery"]["seconds"] == 4.0
+
+
+def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
+    assert judge(first(REFERENCE, 1), answer(first(REFERENCE, 1)), BOUND) == RIGHT
+    assert judge(first(REFERENCE, 1), answer(REFERENCE), BOUND) == WRONG
+    assert first(REFERENCE, 2) == REFERENCE
+
+
+def test_streams_are_counted_that_run_where_an_engine_is_lost() -> None:
+    running = Running()
+    for client, engine in enumerate(("decode0", "decode0", "decode1")):
+        running.begin(client, engine)
+    assert running.leave("decode0", "decode1", lost=True) == 2
+    running.end(0, RIGHT)
+    assert running.leave("decode1", "decode0", lost=False) == 2
+    assert running.leave("decode0", "decode1", lost=True) == 2
+    running.end(1, "error: HTTP 502")
+    running.end(2, WRONG)
+    running.end(3, RIGHT)  # never begun
+    running.begin(0, "decode1")
+    running.end(0, ERROR)
+    assert running.lost == {RIGHT: 1, "error: HTTP 502": 1, WRONG: 1}
+    record = RunRecord({}, lost=running.lost)
+    told = "3 streams ran at a decode engine that was killed: 1 right, 1 error: HTTP 502, 1 wrong"
+    assert told in as_markdown(record)
+    assert as_json(record)["lost"] == dict(running.lost)
 
 
 def test_the_drain_is_that_of_the_requests_under_way_at_the_beginning() -> None:

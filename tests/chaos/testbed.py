@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections import Counter
@@ -84,13 +85,14 @@ class Testbed:
         link: the link to the prefill engine's namespace, None where all is on loopback.
         policy: the decode engine's first policy; each of its restarts takes the other one.
         connector: of decode engines; one that does damage has to make the run fail.
-        with_spares: each role has a second engine, which no fault is aimed at, and the decode
-            engines keep their policy.
+        with_spares: each role has a second engine, which faults come to only by ``aim``, and the
+            decode engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
         adaptive: the proxy places requests; the prefill engine takes prompts alone, every other one
             either step.
         gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
             the prefill engine's memory is mapped.
+        args, proxy_args: of all engines, and of the proxy, beside their own.
         engines: by role, those that faults work on.
         spares: the second ones, by role.
     """
@@ -104,6 +106,8 @@ class Testbed:
     streams: bool = False
     adaptive: bool = False
     gpus: Sequence[str] = ()
+    args: Sequence[str] = ()
+    proxy_args: Sequence[str] = ()
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
@@ -122,7 +126,7 @@ class Testbed:
         args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
         args += ["--stream-chunks", "auto" if self.streams else "never"]
         self.admin = AdminPort(self.folder)
-        args += self.admin.args
+        args += [*self.admin.args, *self.proxy_args]
         urls = {role: self.urls(role) for role in ROLES}
         if self.adaptive:
             args += [*LIMITS, "--placement", "adaptive"]
@@ -158,6 +162,19 @@ class Testbed:
         """Base URL of the proxy."""
         assert self.proxy is not None, "not started"
         return self.proxy.url
+
+    def aim(self, rng: random.Random) -> None:
+        """From now on faults come to the engine of each role that has most under way."""
+        in_flight = self.admin.in_flight()
+        for role, spare in self.spares.items():
+            both = [self.engines[role], spare]
+            both.sort(key=lambda one: (in_flight[self._url(one)], rng.random()))
+            self.spares[role], self.engines[role] = both
+
+    def names(self, role: str) -> tuple[str, str]:
+        """What the proxy calls the engine that faults come to, and the other one."""
+        is_spare = self.engines[role].name != role
+        return f"{role}{int(is_spare)}", f"{role}{int(not is_spare)}"
 
     def signal(self, role: str, number: signal.Signals) -> None:
         """Send a signal to all processes of an engine."""
@@ -303,6 +320,7 @@ class Testbed:
             config["kv_connector_extra_config"]["mapped_reads"] = "auto"
         # No prefix cache: every request has to be read.
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
+        args += self.args
         if self.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP}
