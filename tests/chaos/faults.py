@@ -102,6 +102,15 @@ def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
     return act
 
 
+def _kill_pair(scene: Scene) -> None:
+    """As where their host is lost."""
+    scene.load.running.leave(*scene.testbed.names(DECODE), lost=True)
+    for role in (PREFILL, DECODE):
+        scene.testbed.signal(role, signal.SIGKILL)
+    for role in (PREFILL, DECODE):
+        scene.testbed.restart(role, as_another=False)
+
+
 def _stand_still(role: str, shortest: float, longest: float) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
         scene.testbed.signal(role, signal.SIGSTOP)
@@ -230,6 +239,7 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "replace_prefill": _restart(PREFILL, as_another=True),
     "kill_decode": _restart(DECODE, as_another=False),
     "replace_decode": _restart(DECODE, as_another=True),
+    "kill_pair": _kill_pair,
     "pause_prefill": _stand_still(PREFILL, 0.2, 1.5),
     "stall_prefill": _stand_still(PREFILL, _STALL + 1.0, _STALL + 4.0),
     "pause_decode": _stand_still(DECODE, 0.2, 1.5),

@@ -38,6 +38,7 @@ KINDS = {
         Kind("replace_prefill", "P is killed; another engine id and port follow", PREFILL),
         Kind("kill_decode", "D is killed, and restarts with its engine id", DECODE),
         Kind("replace_decode", "D is killed; another engine id follows", DECODE),
+        Kind("kill_pair", "P and D are killed at the same moment", needs_spares=True),
         Kind("pause_prefill", "P stands still for less than the deadline of a read"),
         Kind("stall_prefill", "P stands still for longer than handshake and read may take"),
         Kind("pause_decode", "D stands still for a moment"),
