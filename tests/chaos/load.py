@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ WITHOUT_LOGPROBS = {"logprobs": None}
 SEEDED: Mapping[str, Any] = {"temperature": 0.8}
 """With a seed beside it."""
 MOST = 0.8
+NUM_ASKED = 4
 SECONDS_A_TOKEN = 0.15
 """What each more than ``MAX_TOKENS`` may take, beside engines that start."""
 LENGTHS = range(40, 300)
@@ -59,7 +61,7 @@ def take_references(
     *,
     seeds: bool = False,
 ) -> list[Known]:
-    """The right answers, asked one by one of a server that computes everything itself.
+    """The right answers, asked of a server that computes everything itself.
 
     Where a model is named every other one is asked of it; ``seeds``: the second half is drawn.
     """
@@ -67,10 +69,13 @@ def take_references(
     for number, prompt in enumerate(prompts):
         drawn = {**SEEDED, "seed": number} if seeds and number >= len(prompts) // 2 else {}
         asked.append((prompt, {**drawn, **({"model": model} if model and number % 2 else {})}))
-    return [
-        Known(complete(url, MODEL_NAME, prompt, max_tokens=num_tokens, extra=extra), extra)
-        for prompt, extra in asked
-    ]
+
+    def know(one: tuple[tuple[int, ...], dict[str, Any]]) -> Known:
+        prompt, extra = one
+        return Known(complete(url, MODEL_NAME, prompt, max_tokens=num_tokens, extra=extra), extra)
+
+    with ThreadPoolExecutor(NUM_ASKED) as pool:
+        return list(pool.map(know, asked))
 
 
 def ask(url: str, prompt: Sequence[int], **options: object) -> Answer:

@@ -85,6 +85,10 @@ def _with_mtp(model: Path) -> None:
     add_mtp(favour(model, NUM_FAVOURED))
 
 
+def _favouring(model: Path) -> None:
+    favour(model, NUM_FAVOURED)
+
+
 def _with_adapter(model: Path) -> None:
     write_lora(model.parent / ADAPTER, model, seed=0)
 
@@ -123,7 +127,7 @@ SERVED: Mapping[str, Served] = {
         nats=ROUNDED_NATS,
     ),
     "llama-offload": Served(args=("--enable-prefix-caching",), beside=OFFLOADING),
-    "llama-ngram": Served(args=_speculation(**NGRAM), nats=ROUNDED_NATS),
+    "llama-ngram": Served(args=_speculation(**NGRAM), change=_favouring, nats=ROUNDED_NATS),
     "qwen3next-ngram": Served("qwen3next", _speculation(**NGRAM), refused=ONE_STATE),
     "granite-ngram": Served("granite", _speculation(**NGRAM), refused=ONE_STATE),
 }
