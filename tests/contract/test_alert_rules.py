@@ -30,6 +30,7 @@ VALUES = {
 # As promtool writes them: a value at the start, and so much more each minute.
 SERIES = {
     'vllm:commext_nixl_failures_total{instance="D", reason="timeout"}': "0+1x60",
+    'vllm:commext_nixl_failures_total{instance="D", reason="handshake"}': "0+3x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="expired"}': "0+1x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+1x60",
     'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+10x60",
@@ -140,21 +141,23 @@ def test_an_alert_fires_where_no_proxy_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "silent"),
+    ("reason", "percent", "silent"),
     [
         (
             "request",
+            1,
             ("CommextLoadsFail", "CommextLoadsFailAfterRestart", "CommextParametersRefused"),
         ),
-        ("timeout", ("CommextLoadsFail",)),
+        ("timeout", 1, ("CommextLoadsFail",)),
+        ("transfer", 19, ("CommextLoadsFail", "CommextFabricFails")),
     ],
 )
 def test_a_few_failures_that_recompute_has_repaired_page_nobody(
-    tmp_path: Path, reason: str, silent: tuple[str, ...]
+    tmp_path: Path, reason: str, percent: int, silent: tuple[str, ...]
 ) -> None:
     """Requests with several prompts fail by ``request``, too."""
     counted = {
-        f'vllm:commext_nixl_failures_total{{instance="D", reason="{reason}"}}': "0+1x60",
+        f'vllm:commext_nixl_failures_total{{instance="D", reason="{reason}"}}': f"0+{percent}x60",
         'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+100x60",
     }
     series = [{"series": name, "values": values} for name, values in counted.items()]
@@ -183,7 +186,8 @@ def expected(rule: dict[str, Any]) -> list[dict[str, Any]]:
         others = set(labels.values()) - {labels["instance"]}
         if one.startswith(name + "{") and all(asks_for(rule, value) for value in others):
             summary = rule["annotations"]["summary"].replace("{{ $value }}", values.split("+")[0])
-            summary = summary.replace("{{ $value | humanizePercentage }}", "10%")
+            a_minute = int(re.split(r"[+x]", values)[1])  # of 10 hand-overs
+            summary = summary.replace("{{ $value | humanizePercentage }}", f"{10 * a_minute}%")
             for label, value in labels.items():
                 summary = summary.replace("{{ $labels." + label + " }}", value)
             made.append(
