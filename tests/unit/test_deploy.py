@@ -195,6 +195,40 @@ def test_the_overlay_gives_engines_rdma(name: str) -> None:
     assert {**engine, **container(name)} == container(name)
 
 
+def test_the_overlay_for_70b_gives_each_engine_a_node() -> None:
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl, whose kustomize puts overlays together")
+    done = subprocess.run(
+        [program, "kustomize", K8S / "rdma_70b"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    validate = pytest.importorskip("kubernetes_validate")
+    made = [one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "Deployment"]
+    assert {one["metadata"]["name"] for one in made} == set(of_kind("Deployment"))
+    for deployment in made:
+        validate.validate(deployment, validate.latest_version(), strict=True)
+        name, pod = deployment["metadata"]["name"], deployment["spec"]["template"]["spec"]
+        (found,) = pod["containers"]
+        if name not in ENGINES:
+            assert found == container(name)
+            continue
+        gpus = found["resources"]["limits"]["nvidia.com/gpu"]
+        assert found["args"] == [*container(name)["args"], f"--tensor-parallel-size={gpus}"]
+        assert found["command"][:2] == container(name)["command"][:2]
+        assert found["command"] != container(name)["command"]
+        assert found["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+        (nics,) = (one["value"] for one in found["env"] if one["name"] == "UCX_NET_DEVICES")
+        assert len(set(nics.split(","))) == gpus
+        assert deployment["spec"]["replicas"] == 2
+        (models,) = (one for one in pod["volumes"] if one["name"] == "models")
+        assert models.keys() == {"name", "persistentVolumeClaim"}
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_gets_a_configuration_that_the_connector_takes(name: str) -> None:
     found = container(name)
