@@ -112,6 +112,33 @@ def test_what_the_prose_says_of_goodput_is_what_was_measured() -> None:
     assert "prompts of 4,000 tokens and answers of 160, two rounds a cell" in PROSE
 
 
+def test_what_the_prose_says_of_splitting_is_what_the_table_says() -> None:
+    rows = re.findall(r"^\| (\d+) ms a token, .* \| (.+) \| .+ \| (.+) \| (.+) \|$", README, re.M)
+
+    def span(limit: str, column: int) -> str:
+        found = [int(n) for row in rows if row[0] == limit for n in re.findall(r"\d+", row[column])]
+        return f"{min(found)} to {max(found)}"
+
+    replicas, fixed, adaptive = 1, 2, 3
+    ten, fifteen, loose = (
+        [span(limit, column) for column in (replicas, fixed, adaptive)]
+        for limit in ("10", "15", "25")
+    )
+    assert (
+        f"10 ms a token fixed roles win ({ten[1]} % of requests in time; "
+        f"adaptive {ten[2]}, replicas {ten[0]}), "
+        f"at 15 ms adaptive ({fifteen[2]}; fixed {fifteen[1]}, replicas {fifteen[0]}), "
+        f"at 25 ms replicas are as good as adaptive ({loose[0]}, {loose[2]}; fixed {loose[1]})"
+    ) in PROSE
+
+
+def test_the_loss_that_the_prose_names_is_that_of_the_run() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    row = re.search(r"\(b\), first token \| (\d+) ms \| (\d+) ms \|", page)
+    assert row
+    assert f"first token took {row[2]} ms, `NixlConnector`'s {row[1]}." in PROSE
+
+
 def test_a_goodput_row_counts_all_rounds() -> None:
     evidence = tool("readme_evidence")
 
