@@ -142,7 +142,8 @@ def _answers_of(url: str, scenario: Scenario) -> list[Known]:
 
 
 def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> list[Known]:
-    args = [*scenario.args, *(GPU_ARGS if scenario.gpus else ())]
+    args = [*scenario.args, "--no-enable-prefix-caching"]
+    args += GPU_ARGS if scenario.gpus else ()
     environ = on_gpu(scenario.gpus[0]) if scenario.gpus else cluster.PLAIN_ENVIRON
     with cluster.plain_server("plain", model, folder, args=args, environ=environ) as server:
         return _answers_of(server.url, scenario)
