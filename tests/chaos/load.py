@@ -199,6 +199,7 @@ class Load:
             stream=stream,
             extra=extra,
             max_tokens=num_tokens,
+            timeout_seconds=self.bound_seconds,
             on_begin=lambda told: self.running.begin(number, told["X-Commext-Decode"]),
         )
         verdict = self.note(first(known.right, num_tokens), answer)
