@@ -20,7 +20,7 @@ FILE = ROOT / "deploy" / "prometheus" / "commext_alerts.yml"
 BASE = ROOT / "examples" / "k8s" / "base"
 RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
 MATCHER = re.compile(r'(\w+)(=~?|!=)"([^"]+)"')
-DOWN = "CommextNoProxy"
+DOWN, FEWER = "CommextNoProxy", "CommextEngineMissing"
 VALUES = {
     "vllm:commext_nixl_failures_total": set(FAILURE_REASONS),
     "vllm:commext_nixl_peers": {state.value for state in PeerState},
@@ -123,7 +123,7 @@ def test_each_alert_fires_on_what_it_is_for_and_not_before(tmp_path: Path) -> No
         for rule in RULES
         for time, fired in (
             ("30s", []),
-            ("40m", [] if rule["alert"] == DOWN else expected(rule)),
+            ("40m", [] if rule["alert"] in (DOWN, FEWER) else expected(rule)),
         )
     ]
     series = [{"series": name, "values": values} for name, values in SERIES.items()]
@@ -138,6 +138,34 @@ def test_an_alert_fires_where_no_proxy_is_there(tmp_path: Path) -> None:
     }
     checks = [{"eval_time": "10m", "alertname": DOWN, "exp_alerts": [alert]}]
     run_rules(tmp_path, {"interval": "1m", "alert_rule_test": checks})
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("values", "minutes"),
+    [
+        ("2+0x19 1+0x99", (26, 60)),  # lost at 20 minutes
+        ("2+0x19 1+0x2 2+0x99", ()),  # back before a ticket is due
+        ("0 1 2+0x99", ()),  # a fleet that starts
+    ],
+)
+def test_an_engine_that_is_missing_raises_a_ticket_for_an_hour(
+    tmp_path: Path, role: str, values: str, minutes: tuple[int, ...]
+) -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == FEWER)
+    summary = rule["annotations"]["summary"].replace("{{ $value }}", "1")
+    summary = summary.replace("{{ $labels.instance }}", "proxy")
+    alert = {
+        "exp_labels": {"instance": "proxy", "role": role, **rule["labels"]},
+        "exp_annotations": {"summary": summary.replace("{{ $labels.role }}", role)},
+    }
+    checks = [
+        {"eval_time": f"{at}m", "alertname": FEWER, "exp_alerts": [alert] * (at in minutes)}
+        for at in (10, 23, 26, 60, 85)
+    ]
+    name = f'commext_proxy_engines_healthy{{instance="proxy", role="{role}"}}'
+    series = [{"series": name, "values": values}]
+    run_rules(tmp_path, {"interval": "1m", "input_series": series, "alert_rule_test": checks})
 
 
 @pytest.mark.parametrize(
