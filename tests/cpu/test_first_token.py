@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,20 +177,32 @@ def test_a_stream_is_that_of_one_server(servers: Servers, kind: str) -> None:
     check(servers, path, body_of(path, changes), way)
 
 
+def signal_each(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
 @pytest.mark.parametrize("kind", ["echo", "a chat with usage", "a chat with token ids"])
 def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, kind: str) -> None:
     """A server that stood still while tokens came writes them as one event."""
     path, changes, _ = KINDS[kind]
     body, request_id = body_of(path, changes), uuid.uuid4().hex
     whole = told(servers.plain, path, body, request_id)
-    front = servers.plain.pids()[0]
+    front, *engine = servers.plain.pids()
     look = canonical if path == COMPLETIONS else tokens_and_first
     for number in range(1, 11):
-        with asked(servers.plain, path, body, request_id) as answer:
-            os.kill(front, signal.SIGSTOP)
-            time.sleep(0.5 * number)  # its engine may be one of many that want the processors
-            os.kill(front, signal.SIGCONT)
-            cut = Told("", answer.read())
+        seconds = 0.2 * number  # for what may be one of many that want the processors
+        try:
+            signal_each(engine, signal.SIGSTOP)
+            with asked(servers.plain, path, body, request_id) as answer:
+                time.sleep(seconds)  # the engine has the request, and no token has come
+                signal_each([front], signal.SIGSTOP)
+                signal_each(engine, signal.SIGCONT)
+                time.sleep(seconds)
+                signal_each([front], signal.SIGCONT)
+                cut = Told("", answer.read())
+        finally:
+            signal_each([front, *engine], signal.SIGCONT)
         assert look(cut) == look(whole)
         if len(cut.events) < len(whole.events) // 2:
             return
