@@ -18,7 +18,7 @@ from tests.kit.servers import ProxyServer, VllmServer
 NUM_BLOCKS = 40
 CHECK_SECONDS = 1.0
 LONG_PROMPT = 900
-LONG_ANSWER = 64
+LONG_ANSWER = 32
 """Tokens. What waiting for room costs is foreseen from the length of answers: a few tokens are soon
 over, and less than what prompts take now and then on a busy machine."""
 STRANGERS = (100, 110, 120, 130, 140, 150)
@@ -57,8 +57,8 @@ def proxy_before(
         yield proxy
 
 
-def placed_at(proxy: ProxyServer, seed: int, num_at_once: int = 1) -> set[str]:
-    """The engines that answer long prompts, so many at a time."""
+def placed_at(proxy: ProxyServer, seed: int, *, number: int = 6, num_at_once: int = 1) -> set[str]:
+    """The engines that answer so many long prompts, some at a time."""
 
     def ask(prompt: Prompt) -> str:
         body = {"model": cluster.MODEL_NAME, "prompt": list(prompt), "max_tokens": LONG_ANSWER}
@@ -69,7 +69,7 @@ def placed_at(proxy: ProxyServer, seed: int, num_at_once: int = 1) -> set[str]:
             return response.headers["X-Commext-Decode"]
 
     with ThreadPoolExecutor(num_at_once) as clients:
-        return {*clients.map(ask, equal_prompts(6, LONG_PROMPT, seed))}
+        return {*clients.map(ask, equal_prompts(number, LONG_PROMPT, seed))}
 
 
 @contextmanager
@@ -99,12 +99,12 @@ def test_an_engine_that_strangers_have_filled_is_avoided(
     engines: list[VllmServer], tmp_path: Path
 ) -> None:
     with proxy_before(engines, tmp_path, 60000) as proxy:
-        assert placed_at(proxy, 1, 3) == {"engine0", "engine1"}
+        assert placed_at(proxy, 1, num_at_once=3) == {"engine0", "engine1"}
         for full in (0, 1):
             with strangers(engines[full]):
-                assert placed_at(proxy, 2 + full) == {f"engine{1 - full}"}
+                assert placed_at(proxy, 2 + full, number=3) == {f"engine{1 - full}"}
         time.sleep(3 * CHECK_SECONDS)
-        assert placed_at(proxy, 5, 3) == {"engine0", "engine1"}
+        assert placed_at(proxy, 5, num_at_once=3) == {"engine0", "engine1"}
 
 
 @pytest.mark.parametrize("tpot_ms", [60000, 20], ids=["loose", "tight"])
