@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.contract.scheduled_core import Core
     from tests.contract.scheduler_engine import Engine
+    from tests.contract.test_streams import Channel
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -31,6 +32,16 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in made:
         engine.connector.shutdown()
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """A prefill engine's side channel, closed afterwards."""
+    from tests.contract.test_streams import Channel
+
+    made = Channel()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -318,3 +318,14 @@ def turn_until(core: Core, look: Callable[[], bool]) -> None:
 
 def has_ended(core: Core, name: str) -> bool:
     return core.answer(name).finish_reason is not None
+
+
+def free(core: Core) -> int:
+    """Blocks of its KV cache that nothing holds."""
+    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def assert_nothing_is_held(core: Core, before: int) -> None:
+    """As many blocks are free as were before, once all requests have ended."""
+    turn_until(core, lambda: not core.scheduler.has_requests())
+    assert free(core) == before

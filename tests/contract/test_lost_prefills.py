@@ -1,7 +1,7 @@
 """Prompts whose prefill engine is lost before all is read, in vLLM's own scheduler: what has been
 read counts, for the request itself and for all that begin like it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from tests.contract.scheduled_core import (
     BLOCK,
     SENDS_FIRST_TOKENS,
     Core,
+    assert_nothing_is_held,
+    free,
     has_ended,
     request_of,
     turn_until,
@@ -21,7 +23,6 @@ from tests.contract.scheduled_core import (
 from tests.contract.test_streamed_first_token import (
     begin,
     end_load,
-    free,
     offered,
     prompts_of,
     single_answer,
@@ -33,13 +34,6 @@ pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
 NUM_READ = 5 * BLOCK + 1
 COUNTED = 5 * BLOCK
 MakeCore = Callable[..., Core]
-
-
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    made = Channel()
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
@@ -79,8 +73,7 @@ def test_the_rest_alone_is_computed(
     assert decode.answer("d") == single_answer(make_core, max_tokens=5)
     assert first_computed(decode, "d") == COUNTED
     assert decode.failures == {"transfer": 1}
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
-    assert free(decode) == before
+    assert_nothing_is_held(decode, before)
 
 
 @pytest.mark.parametrize("end", ["fail", "abort"])
@@ -99,8 +92,7 @@ def test_who_asks_again_finds_what_was_read(
         assert decode.answer("d").finish_reason == FinishReason.ERROR
     assert ask_again(decode) == COUNTED
     assert decode.answer("again") == single_answer(make_core, max_tokens=3)
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
-    assert free(decode) == before
+    assert_nothing_is_held(decode, before)
 
 
 def test_blocks_of_a_late_load_stay_out_of_use_but_for_those_that_are_here(
@@ -122,8 +114,7 @@ def test_blocks_of_a_late_load_stay_out_of_use_but_for_those_that_are_here(
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert first_computed(decode, "d") == COUNTED
     prompts.note_outcomes([], WorkerMetadata(settled={"d": 1}))
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
-    assert free(decode) == before
+    assert_nothing_is_held(decode, before)
 
 
 def test_what_was_read_before_new_weights_does_not_count(

@@ -15,6 +15,7 @@ from tests.contract.scheduled_core import (
     SENDS_FIRST_TOKENS,
     TO_PREFILL,
     Core,
+    free,
     next_token,
     prefilled,
     request_of,
@@ -59,10 +60,6 @@ def kept(make_core: MakeCore, num: int = 1) -> Core:
         core.turn()
     assert len(core.worker.kept) == num
     return core
-
-
-def free(core: Core) -> int:
-    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize("state", PAUSES)

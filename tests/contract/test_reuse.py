@@ -27,7 +27,13 @@ from tests.contract.reuse_engines import (
     start,
     turn_until,
 )
-from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of
+from tests.contract.scheduled_core import (
+    BLOCK,
+    Core,
+    free,
+    next_token,
+    request_of,
+)
 from vllm_commext.compat.first_token import defer_frees
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
@@ -51,10 +57,6 @@ def answer_to(tokens: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         said.append(next_token(said))
     return said[len(tokens) :]
-
-
-def free(core: Core) -> int:
-    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def written(core: Core, step: Any) -> set[int]:

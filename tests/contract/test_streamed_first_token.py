@@ -5,7 +5,7 @@ are."""
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from tests.contract.scheduled_core import (
     BOUND_SECONDS,
     SENDS_FIRST_TOKENS,
     Core,
+    assert_nothing_is_held,
+    free,
     has_ended,
     next_token,
     prefilled,
@@ -42,13 +44,6 @@ ENDS: dict[str, dict[str, Any]] = {
     "a stop token at once": {"max_tokens": 6, "stop_token_ids": [FIRST]},
     "drawn": {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9},
 }
-
-
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    made = Channel()
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
@@ -77,10 +72,6 @@ def prompts_of(decode: Core) -> Any:
 def is_awaited(decode: Core) -> bool:
     """Whether the prefill engine may still tell the request's first token."""
     return prompts_of(decode)._states["d"].token_phase is TokenPhase.AWAITED
-
-
-def free(decode: Core) -> int:
-    return decode.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def tell(make_core: MakeCore, channel: Channel, decode: Core, **sampling: Any) -> None:
@@ -121,8 +112,7 @@ def test_the_answer_is_that_of_one_engine(
     computed = decode.worker.computed.get("d", [])
     assert computed == [*range(len(PROMPT), len(PROMPT) + len(computed))]
     assert 0 <= len(computed) + 1 - len(decode.answer("d").tokens) <= 1
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
-    assert free(decode) == before
+    assert_nothing_is_held(decode, before)
     assert prompts_of(decode)._states == {}
 
 
@@ -281,8 +271,7 @@ def test_a_load_that_fails_without_a_first_token_is_the_policys(
     else:
         assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
-    assert free(decode) == before
+    assert_nothing_is_held(decode, before)
 
 
 def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to_it(

@@ -3,7 +3,7 @@ and how a decode engine waits for one, without any blocks, until it has begun.""
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
@@ -16,7 +16,15 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.contract.scheduled_core import BLOCK, Core, has_ended, next_token, request_of, turn_until
+from tests.contract.scheduled_core import (
+    BLOCK,
+    Core,
+    free,
+    has_ended,
+    next_token,
+    request_of,
+    turn_until,
+)
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.compat import engine_wait, monkey_patch
@@ -78,10 +86,6 @@ def blocks_in(told: Told) -> list[int]:
 def params_of(core: Core, name: str) -> Any:
     (output,) = [one for one in core.outputs if one.request_id == name and one.finish_reason]
     return output.kv_transfer_params
-
-
-def free(core: Core) -> int:
-    return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
@@ -220,13 +224,6 @@ class Channel:
 
     def close(self) -> None:
         self._server.close()
-
-
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    made = Channel()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
