@@ -23,8 +23,8 @@ from tests.kit.forked import forking
 from tests.kit.served import SERVED
 
 
-def main() -> int:
-    """Run and report."""
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=2000)
@@ -63,7 +63,12 @@ def main() -> int:
     parser.add_argument("--serve", choices=sorted(SERVED), default="llama", help="default: llama")
     parser.add_argument("--proxy-args", nargs=argparse.REMAINDER, default=[], help="come last")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run and report."""
+    args = parser().parse_args()
     folder = args.out.with_name(args.out.name + ".logs")
     folder.mkdir(parents=True, exist_ok=True)
     served = SERVED[args.serve]

@@ -1,12 +1,14 @@
 """The short chaos run: real servers, the proxy in front, constant load, and a fault of each kind
 that takes few seconds.  ``make chaos`` is the long one."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.chaos.judge import ERROR, RIGHT, WRONG
-from tests.chaos.report import as_markdown, failures
+from tests.chaos.report import RunRecord, as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
@@ -25,22 +27,29 @@ KINDS = (
 )
 
 
+def run_here(
+    folder: Path, say: Callable[[str], None] = lambda _: None, **settings: Any
+) -> RunRecord:
+    """A run of the dense model on loopback."""
+    scenario = Scenario(seed=1, namespaces=False, **settings)
+    return run(scenario, write_tiny_model(folder / "model"), folder, say)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("real_servers")
 def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: Path) -> None:
-    scenario = Scenario(
-        seed=1,
+    lines: list[str] = []
+    record = run_here(
+        tmp_path,
+        lines.append,
         num_requests=50,
         num_faults=len(KINDS),
         kinds=KINDS,
         num_clients=2,
         num_prompts=12,
-        namespaces=False,
         plain_reference=False,
         max_delay_seconds=0.5,
     )
-    lines: list[str] = []
-    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lines.append)
     report = as_markdown(record) + "\n" + "\n".join(lines)
     assert failures(record, timed=False) == [], report
     assert {fault.kind for fault in record.faults} == set(KINDS)
@@ -52,16 +61,14 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_servers")
 def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:
-    scenario = Scenario(
-        seed=1,
+    record = run_here(
+        tmp_path,
         num_requests=10,
         num_faults=0,
         num_prompts=4,
-        namespaces=False,
         plain_reference=False,
         connector=CORRUPTING,
     )
-    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     report = as_markdown(record)
     assert record.verdicts[WRONG] >= 5, report
     assert record.verdicts[RIGHT] == 0, report
@@ -73,18 +80,16 @@ def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) 
 @pytest.mark.usefixtures("real_servers")
 @pytest.mark.parametrize("connector", [CONNECTOR, LEAKING])
 def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, connector: str) -> None:
-    scenario = Scenario(
-        seed=1,
+    record = run_here(
+        tmp_path,
         num_requests=10,
         num_faults=24,
         kinds=("foreign_parameters",),
         num_prompts=4,
-        namespaces=False,
         plain_reference=False,
         max_delay_seconds=0.5,
         connector=connector,
     )
-    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     found = [line for line in failures(record, timed=False) if "and no end" in line]
     assert bool(found) == (connector == LEAKING), as_markdown(record) + str(record.memory)
 
@@ -97,20 +102,18 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
     tmp_path: Path, proxy_args: tuple[str, ...]
 ) -> None:
     """Where they do not go on elsewhere, as a control, they end with an error."""
-    scenario = Scenario(
-        seed=1,
+    record = run_here(
+        tmp_path,
         num_requests=50,
         num_faults=3,
         kinds=("kill_decode",),
         num_clients=6,
         num_prompts=8,
-        namespaces=False,
         spares=True,
         streams=True,
         max_tokens=200,
         proxy_args=proxy_args,
     )
-    record = run(scenario, write_tiny_model(tmp_path / "model"), tmp_path, lambda _: None)
     report = as_markdown(record)
     errors = sum(count for how, count in record.lost.items() if how.startswith(ERROR))
     assert record.lost.total() >= 3, report
