@@ -82,8 +82,11 @@ def gpu_server(
     kind: EngineKind,
     *,
     plain: bool = False,
+    tp: int = 0,
 ) -> VllmServer:
     """One engine on the given GPUs, as ``"0"`` or ``"0,1"``; a plain one is without the package.
+
+    ``tp`` is its tensor-parallel size, 0 for that of all GPUs.
 
     Without what FlashInfer compiles for minutes at its first use on a machine.
     """
@@ -98,7 +101,7 @@ def gpu_server(
         name,
         model,
         folder,
-        tensor_parallel_size=len(gpus.split(",")),
+        tensor_parallel_size=tp or len(gpus.split(",")),
         kv_transfer_config=None if plain else connector_config(name, kind),
         args=[
             *("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching"),

@@ -122,7 +122,10 @@ class Engines:
         )
         label = f"{name}-plain" if plain else name
         gpus = self.layout.gpus[name]
-        return gpu_server(label, gpus, self.model, self.folder, kind, plain=plain)
+        if self.served.num_gpus == 1:
+            return gpu_server(label, gpus, self.model, self.folder, kind, plain=plain)
+        gpus = ",".join(map(str, range(self.served.num_gpus)))
+        return gpu_server(label, gpus, self.model, self.folder, kind, plain=plain, tp=1)
 
     def _begin(self, server: Server) -> None:
         self._stack.callback(server.stop)

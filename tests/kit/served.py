@@ -34,6 +34,7 @@ class Served:
             after a load, and what is computed in another step is rounded in another way.
         streams: whether its prompts are read while they are computed.
         refused: what the connector says at the start where it does not serve this.
+        num_gpus: of an engine of tensor-parallel size 1, more than one for data parallelism.
         beside: another connector, after ours in a ``MultiConnector``.
     """
 
@@ -44,6 +45,7 @@ class Served:
     nats: float = 0.0
     streams: bool = True
     refused: str = ""
+    num_gpus: int = 1
     beside: Mapping[str, Any] | None = None
 
     def write(self, folder: Path, dtype: str = "bfloat16") -> Path:
@@ -89,6 +91,12 @@ def _favouring(model: Path) -> None:
     favour(model, NUM_FAVOURED)
 
 
+def _choosing_all(model: Path) -> None:
+    """An indexer that chooses every token of the prompts here, so that roundings choose nothing."""
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "index_topk": 2048}))
+
+
 def _with_adapter(model: Path) -> None:
     write_lora(model.parent / ADAPTER, model, seed=0)
 
@@ -107,6 +115,14 @@ SERVED: Mapping[str, Served] = {
     # Sums of tokens in the order in which a kernel has chosen them, which is not always the same.
     # Two data types share the cache, so that vLLM zeroes blocks, and a read has to come after that.
     "dsv32": Served("dsv32", nats=ROUNDED_NATS, streams=False),
+    "dsv32-all": Served("dsv32", change=_choosing_all, nats=ROUNDED_NATS, streams=False),
+    # A prefill engine with several side channels is not streamed from.
+    "mixtral-dp": Served(
+        "mixtral",
+        ("--data-parallel-size", "2", "--enable-expert-parallel"),
+        streams=False,
+        num_gpus=2,
+    ),
     "gptoss-mxfp4": Served("gptoss", ("--moe-backend", "marlin"), change=pack_experts),
     "llama-fp8": Served(args=FP8_WEIGHTS),
     "llama-fp8-cache": Served(args=FP8_CACHE),
