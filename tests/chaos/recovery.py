@@ -29,21 +29,24 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
         back: when the peer came back, in seconds of ``time.monotonic``.
     """
     attempts = 1
-    _wait_for_proxy(testbed.proxy_url, back + GIVE_UP_SECONDS)
+    why = wait_for_proxy(testbed.proxy_url, back + GIVE_UP_SECONDS)
     while time.monotonic() < back + GIVE_UP_SECONDS:
         reference = load.references[attempts % len(load.references)]
         try:
             before = _not_read(testbed)
-            verdict = load.note(reference, ask(testbed.proxy_url, reference.prompt))
+            answer = ask(testbed.proxy_url, reference.prompt)
+            verdict = load.note(reference, answer)
             ended = time.monotonic()
             proven = verdict == RIGHT and _not_read(testbed) == before
-        except OSError:
-            time.sleep(POLL_SECONDS)  # the engine's page of metrics was not to be had
+        except OSError as error:
+            why = f"no page of metrics: {error}"
+            time.sleep(POLL_SECONDS)
             continue
         if proven:
             return Recovery(attempts, ended - back, succeeded=True)
+        why = answer.error or f"an answer that was {verdict}, not known to have been read"
         attempts += verdict != RIGHT
-    return Recovery(attempts, time.monotonic() - back, succeeded=False)
+    return Recovery(attempts, time.monotonic() - back, succeeded=False, why=why)
 
 
 def _not_read(testbed: Testbed) -> float:
@@ -53,12 +56,16 @@ def _not_read(testbed: Testbed) -> float:
     return page.total(LOCAL_PREFILLS) - placed + testbed.failed_loads()
 
 
-def _wait_for_proxy(url: str, deadline: float) -> None:
-    """Until the proxy has noticed that its engines are back."""
+def wait_for_proxy(url: str, deadline: float) -> str:
+    """Until the proxy has noticed that its engines are back; else what it said last."""
+    why = ""
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+            response = httpx.get(f"{url}/health", timeout=2.0, trust_env=False)
+            if response.status_code == 200:
+                return ""
+            why = f"the proxy's health is HTTP {response.status_code}: {response.text[:200]}"
+        except httpx.HTTPError as error:
+            why = f"the proxy does not tell its health: {type(error).__name__}: {error}"
         time.sleep(POLL_SECONDS)
+    return why

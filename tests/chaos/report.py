@@ -107,7 +107,8 @@ def failures(run: RunRecord, *, timed: bool = True) -> list[str]:
 def describe(recovery: Recovery) -> str:
     """One recovery in words."""
     how = "read from the prefill engine" if recovery.succeeded else "not back"
-    return f"{how} after {recovery.attempts} attempts and {recovery.seconds:.2f} s"
+    why = f": {recovery.why}" if recovery.why else ""
+    return f"{how} after {recovery.attempts} attempts and {recovery.seconds:.2f} s{why}"
 
 
 def as_json(run: RunRecord) -> dict[str, Any]:

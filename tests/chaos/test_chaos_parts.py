@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from threading import Thread
@@ -28,11 +29,13 @@ from tests.chaos.census import (
 from tests.chaos.faults import ACTIONS
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, first, judge
 from tests.chaos.load import make_prompts
+from tests.chaos.recovery import wait_for_proxy
 from tests.chaos.relay import relay_to
 from tests.chaos.report import FaultRecord, RunRecord, as_json, as_markdown, failures
 from tests.chaos.running import Running
 from tests.chaos.schedule import KINDS, plan_faults
 from tests.kit.parity import Completion
+from tests.kit.ports import LOOPBACK, free_port
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0
@@ -114,6 +117,14 @@ def test_a_run_fails_by_its_recoveries(
     record = RunRecord({}, [FaultRecord(1, "kill_prefill", 9.0, recovery)])
     assert bool(failures(record, timed=False)) == failed
     assert bool(failures(record)) == failed_timed
+
+
+def test_a_proxy_that_does_not_come_back_is_named_in_the_report() -> None:
+    why = wait_for_proxy(f"http://{LOOPBACK}:{free_port()}", time.monotonic() + 0.2)
+    assert "does not tell its health: ConnectError" in why
+    lost = Recovery(1, 40.0, succeeded=False, why=why)
+    [failure] = failures(RunRecord({}, [FaultRecord(1, "kill_prefill", 9.0, lost)]))
+    assert failure.endswith(why)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ does."""
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.attack import judge as judge_module
+from tests.attack import side_attacks
 from tests.attack.judge import Attack, judge
+from tests.attack.side_victim import SideVictim
+from tests.kit.ports import free_port
 
 
 class Harmless:
@@ -73,3 +76,22 @@ def test_every_attack_has_a_name_of_its_own() -> None:
 
     names = [attack.name for attack in ATTACKS]
     assert len(names) == len(set(names)) >= 32
+
+
+def _fall(_: object) -> None:
+    raise RuntimeError("nothing could be sent")
+
+
+def test_an_attack_that_does_not_happen_has_proven_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_module, "QUIET_SECONDS", 0.1)
+    verdict = judge(Attack("none", "", lambda _: nullcontext(Harmless()), _fall), tmp_path)
+    assert "the attack itself ended with 1" in verdict.problems
+
+
+def test_pouring_into_a_port_that_is_shut_is_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_attacks, "SECONDS", 0.1)
+    victim = SideVictim(os.getpid(), os.getpid(), free_port(), None, "")
+    with pytest.raises(RuntimeError, match="nothing could be sent on any of 3 connections"):
+        side_attacks._pour(victim, b"x", 3)
