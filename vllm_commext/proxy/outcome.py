@@ -18,25 +18,38 @@ STREAMED = "streamed"
 LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
 MAX_LOST = 2
-"""Engines that one request may lose: it may be what ends them, so it is tried at no further one."""
+"""Engines that one request may lose in one step: it may be what ends them, so it is tried at no
+further one. One of each step may have been lost with their host."""
+MIN_PROGRESS = 16
+"""Tokens by which an answer has to outlive the loss of an engine for the request not to be what has
+ended that one."""
 
 
 @dataclass
 class Losses:
-    """The engines that one request has lost: their connections have broken, or they have died."""
+    """The engines that one request has lost: their connections have broken, or they have died.
 
-    engines: list[str] = field(default_factory=list[str])
+    engines: of each its step and its name. num_tokens: of the answer when the last was lost.
+    """
+
+    engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    num_tokens: int = 0
+
+    def outlive(self, num_tokens: int) -> None:
+        """The answer has got to *num_tokens*: forget the engines that were lost well before."""
+        if num_tokens >= self.num_tokens + MIN_PROGRESS:
+            self.engines.clear()
+        self.num_tokens = num_tokens
 
     def note(self, error: "ProxyError") -> "ProxyError":
         """Note *error* of an engine that is lost; returns what it means for the request."""
-        if len(self.engines) < MAX_LOST:
-            self.engines.append(error.engine or "")
-        if len(self.engines) < MAX_LOST:
+        self.engines.append((error.side, error.engine or ""))
+        if sum(side == error.side for side, _ in self.engines) < MAX_LOST:
             return error
-        names = " and ".join(dict.fromkeys(self.engines))
+        names = " and ".join(dict.fromkeys(name for _, name in self.engines))
         message = (
-            f"{names} lost with this request, {MAX_LOST} times: it may be what ends engines, and "
-            f"is tried at no other one. The last time: {error}"
+            f"{names} lost with this request, {len(self.engines)} times: it may be what ends "
+            f"engines, and is tried at no other one. The last time: {error}"
         )
         return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
 

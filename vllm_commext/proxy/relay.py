@@ -117,9 +117,9 @@ class Relay:
         except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
             if not self._is_engines_turn:
                 raise ClientGoneError("the client closed its connection") from error
-            return failure_of(self._opened.engine, error, idle_seconds, self._losses)
+            return failure_of(self._opened.engine, error, idle_seconds, self._lost())
         except EngineLostError as error:
-            return failure_of(self._opened.engine, error, idle_seconds, self._losses)
+            return failure_of(self._opened.engine, error, idle_seconds, self._lost())
         except LeftError:
             self._leaves, self._opened.first = False, b""
             return ProxyError(503, LEFT, f"{self._opened.engine.name} drains")
@@ -127,7 +127,7 @@ class Relay:
             return bad_answer(self._opened.engine, "a stream without the event that ends it")
         except _GivenUpError:
             held = self._transcript.held if self._transcript is not None else b""
-            return failure_told(self._opened.engine, held, self._losses)
+            return failure_told(self._opened.engine, held, self._lost())
         except ClientStalledError as error:
             cut(self._request)
             seconds = self._config.client_timeout_seconds
@@ -138,6 +138,13 @@ class Relay:
         finally:
             self._watch = None
         return None
+
+    def _lost(self) -> Losses:
+        """The request's losses, of which those are forgotten that the answer has outlived."""
+        if self._transcript is not None:
+            self._transcript.settle()
+            self._losses.outlive(self._transcript.num_tokens)
+        return self._losses
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:
         read, cutter = self._opened.response.content.readany, self._opened.cutter

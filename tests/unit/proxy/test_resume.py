@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_commext.proxy.outcome import MIN_PROGRESS
 from vllm_commext.proxy.resume import Resume, Room, refusal
 from vllm_commext.proxy.transcript import Transcript, without_prompt
 
@@ -392,6 +393,38 @@ async def test_a_stream_that_does_not_go_on_ends_with_an_error(kit: Any, case: s
         page = await cluster.metrics()
         assert result(expected) in page
         assert kit.outcome(kind, "decode") in page
+
+
+async def test_a_stream_that_loses_an_engine_of_each_role_goes_on(kit: Any) -> None:
+    """As where their host is lost: the prefill engine is found lost when it computes the rest."""
+    async with kit.cluster(num_prefill=2, num_decode=2) as cluster:
+        cluster.decode[0].behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False)
+        cluster.decode[1].behave = answering(stream(1, COMPLETIONS, WORDS))
+
+        async def end_when_asked_again(call: Any) -> None:
+            num_asked = sum(len(one.calls) for one in cluster.prefill)
+            await (kit.dropping if num_asked == 2 else kit.prefill_ok)(call)
+
+        for engine in cluster.prefill:
+            engine.behave = end_when_asked_again
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            got = await response.read()
+        assert (told(got)[0], told(got)[3]) == ("abc", ["stop"])
+        assert sum(len(one.calls) for one in cluster.prefill) == 3
+
+
+async def test_a_stream_outlives_each_engine_that_has_gone_on_with_it(kit: Any) -> None:
+    words = [[(number, f"w{number} ")] for number in range(4 * MIN_PROGRESS)]
+    async with kit.cluster(num_decode=4) as cluster:
+        for number, engine in enumerate(cluster.decode):
+            events = stream(number, COMPLETIONS, words)
+            is_last = number == 3
+            most = None if is_last else (number + 1) * MIN_PROGRESS
+            engine.behave = answering(events[:most], ends=is_last)
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            got = await response.read()
+        assert told(got)[0] == "".join(word for [(_, word)] in words)
+        assert [len(one.calls) for one in cluster.decode] == [1, 1, 1, 1]
 
 
 async def test_a_request_that_loses_two_engines_is_tried_at_no_third_one(kit: Any) -> None:
