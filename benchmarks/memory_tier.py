@@ -37,7 +37,14 @@ from moving.streams import Stream
 
 from tests.kit import cluster, fixed_cache
 from tests.kit.metrics import Metrics, scrape
-from tests.kit.servers import CUDA_ENVIRON, LOOPBACK, ProxyServer, VllmServer, free_port
+from tests.kit.servers import (
+    CUDA_ENVIRON,
+    LOOPBACK,
+    ProxyServer,
+    Server,
+    VllmServer,
+    free_port,
+)
 
 WITH, WITHOUT = "with the tier", "without"
 TOKEN_BYTES = (
@@ -60,7 +67,7 @@ class Way:
     name: str
     prefill: VllmServer
     decode: VllmServer
-    proxy: ProxyServer
+    proxy: Server
 
 
 def arguments() -> argparse.Namespace:
