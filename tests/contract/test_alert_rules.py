@@ -1,8 +1,10 @@
 """The alert rules for Prometheus ask for metrics, labels and values that exist, and fire."""
 
+import ast
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +23,34 @@ BASE = ROOT / "examples" / "k8s" / "base"
 RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
 MATCHER = re.compile(r'(\w+)(=~?|!=)"([^"]+)"')
 DOWN, FEWER = "CommextNoProxy", "CommextEngineMissing"
+PROXY = [ast.parse(path.read_text()) for path in (ROOT / "vllm_commext" / "proxy").glob("*.py")]
 VALUES = {
     "vllm:commext_nixl_failures_total": set(FAILURE_REASONS),
     "vllm:commext_nixl_peers": {state.value for state in PeerState},
     "commext_proxy_local_prefills_total": {reason.value for reason in LocalPrefill},
     "commext_proxy_engines_healthy": {"decode"},
+    "commext_proxy_requests_total": {
+        node.value
+        for tree in PROXY
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    },
 }
 # As promtool writes them: a value at the start, and so much more each minute.
 SERIES = {
     'vllm:commext_nixl_failures_total{instance="D", reason="timeout"}': "0+1x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="handshake"}': "0+3x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="expired"}': "0+1x60",
-    'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+1x60",
+    'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+6x60",
     'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+10x60",
     'vllm:commext_nixl_quarantined_blocks{instance="D"}': "3+0x60",
     'vllm:commext_nixl_peers{instance="D", state="lost"}': "1+0x60",
     'vllm:commext_nixl_expired_requests_total{instance="P"}': "0+1x60",
     'commext_proxy_engines_healthy{instance="proxy", role="decode"}': "0+0x60",
     'commext_proxy_local_prefills_total{instance="proxy", reason="prefill_away"}': "0+1x60",
+    'commext_proxy_requests_total{instance="proxy", outcome="no_engine"}': "0+1x60",
+    'commext_proxy_requests_total{instance="proxy", outcome="engine_error"}': "0+1x60",
+    'commext_proxy_requests_total{instance="proxy", outcome="ok"}': "0+8x60",
 }
 by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 
@@ -132,12 +144,24 @@ def test_each_alert_fires_on_what_it_is_for_and_not_before(tmp_path: Path) -> No
 
 def test_an_alert_fires_where_no_proxy_is_there(tmp_path: Path) -> None:
     (rule,) = (rule for rule in RULES if rule["alert"] == DOWN)
-    alert = {
+    made = {
         "exp_labels": {"role": "decode", **rule["labels"]},
         "exp_annotations": rule["annotations"],
     }
-    checks = [{"eval_time": "10m", "alertname": DOWN, "exp_alerts": [alert]}]
+    checks = [{"eval_time": "10m", "alertname": DOWN, "exp_alerts": [made]}]
     run_rules(tmp_path, {"interval": "1m", "alert_rule_test": checks})
+
+
+def test_a_peer_that_is_lost_and_suspect_by_turns_is_one_peer(tmp_path: Path) -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == "CommextPeersLost")
+    turns = {"lost": "1+0x9 0+0x9 " * 3, "suspect": "0+0x9 1+0x9 " * 3}
+    series = [
+        {"series": f'vllm:commext_nixl_peers{{instance="D", state="{state}"}}', "values": values}
+        for state, values in turns.items()
+    ]
+    check = {"eval_time": "40m", "alertname": rule["alert"]}
+    check["exp_alerts"] = [alert(rule, {"instance": "D"}, ["1+0x9"])]
+    run_rules(tmp_path, {"interval": "1m", "input_series": series, "alert_rule_test": [check]})
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -153,14 +177,9 @@ def test_an_engine_that_is_missing_raises_a_ticket_for_an_hour(
     tmp_path: Path, role: str, values: str, minutes: tuple[int, ...]
 ) -> None:
     (rule,) = (rule for rule in RULES if rule["alert"] == FEWER)
-    summary = rule["annotations"]["summary"].replace("{{ $value }}", "1")
-    summary = summary.replace("{{ $labels.instance }}", "proxy")
-    alert = {
-        "exp_labels": {"instance": "proxy", "role": role, **rule["labels"]},
-        "exp_annotations": {"summary": summary.replace("{{ $labels.role }}", role)},
-    }
+    made = alert(rule, {"instance": "proxy", "role": role}, ["1+0x9"])
     checks = [
-        {"eval_time": f"{at}m", "alertname": FEWER, "exp_alerts": [alert] * (at in minutes)}
+        {"eval_time": f"{at}m", "alertname": FEWER, "exp_alerts": [made] * (at in minutes)}
         for at in (10, 23, 26, 60, 85)
     ]
     name = f'commext_proxy_engines_healthy{{instance="proxy", role="{role}"}}'
@@ -176,6 +195,7 @@ def test_an_engine_that_is_missing_raises_a_ticket_for_an_hour(
             1,
             ("CommextLoadsFail", "CommextLoadsFailAfterRestart", "CommextParametersRefused"),
         ),
+        ("request", 49, ("CommextLoadsFail", "CommextHandoversRefused")),
         ("timeout", 1, ("CommextLoadsFail",)),
         ("transfer", 19, ("CommextLoadsFail", "CommextFabricFails")),
     ],
@@ -208,21 +228,24 @@ def asks_for(rule: dict[str, Any], value: str) -> bool:
 def expected(rule: dict[str, Any]) -> list[dict[str, Any]]:
     """The alerts that the series of its metric make."""
     name = NAME.findall(rule["expr"])[0]
-    made: list[dict[str, Any]] = []
+    found: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
     for one, values in SERIES.items():
         labels = dict(re.findall(r'(\w+)="([^"]+)"', one))
         others = set(labels.values()) - {labels["instance"]}
         if one.startswith(name + "{") and all(asks_for(rule, value) for value in others):
-            summary = rule["annotations"]["summary"].replace("{{ $value }}", values.split("+")[0])
-            a_minute = int(re.split(r"[+x]", values)[1])  # of 10 hand-overs
-            summary = summary.replace("{{ $value | humanizePercentage }}", f"{10 * a_minute}%")
-            for label, value in labels.items():
-                summary = summary.replace("{{ $labels." + label + " }}", value)
-            made.append(
-                {
-                    "exp_labels": {**kept(labels, rule["expr"]), **rule["labels"]},
-                    "exp_annotations": {"summary": summary},
-                }
-            )
-    assert made, f"no series for {rule['alert']}"
-    return made
+            found[tuple(kept(labels, rule["expr"]).items())].append(values)
+    assert found, f"no series for {rule['alert']}"
+    return [alert(rule, dict(labels), values) for labels, values in found.items()]
+
+
+def alert(rule: dict[str, Any], labels: dict[str, str], values: list[str]) -> dict[str, Any]:
+    """What a rule makes of the series with these labels."""
+    summary = rule["annotations"]["summary"].replace("{{ $value }}", values[0].split("+")[0])
+    a_minute = sum(int(re.split(r"[+x]", one)[1]) for one in values)  # of 10 in all
+    summary = summary.replace("{{ $value | humanizePercentage }}", f"{10 * a_minute}%")
+    for label, value in labels.items():
+        summary = summary.replace("{{ $labels." + label + " }}", value)
+    return {
+        "exp_labels": {**labels, **rule["labels"]},
+        "exp_annotations": {"summary": summary},
+    }
