@@ -79,12 +79,12 @@ them are named in the log) decides by evidence, not by the version's number:
 4. **off**: a check or the part's own test fails. vLLM's own stays in its place. A connector that
    was asked for by name stops the server with the reason.
 
-`VLLM_COMMEXT_UNTESTED` is how far to go: `self` (the default) up to 3, `same` up to 2, `off` only
-1. A part that waits for a test of its own has the same API checks as before, replaces the same
-names, and gives way to vLLM's own with a line that names the function; so the default lets a new
-release run what it has not broken. On a vLLM of kind 3 the server's first process writes one
+`VLLM_COMMEXT_UNTESTED` is how far to go: `self` (the default) up to 3, `same` up to 2, `off`
+stops at step 1. A part that waits for a test of its own has the same API checks as before, replaces
+the same names, and gives way to vLLM's own with a line that names the function; so the default lets
+a new release run what it has not broken. On a vLLM of kind 3 the server's first process writes one
 WARNING with each part and the functions that differ. `VLLM_COMMEXT_STRICT=1` stops vLLM on 2 to 4.
-`vllm-commext doctor --verbose` has the verdict of each part for the installed vLLM. `make canary`
+`make canary`
 reports the same for the newest vLLM on the index: API checks that fail, parts that would stay off.
 
 `0.33.0+cpu.over.0.32.0` is what the test environment calls itself that has 0.33's Python files over
