@@ -109,7 +109,7 @@ class ProxyConfig:
     )
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
-    engines_file: str = _file("engines as JSON, {prefill: [URL], decode: [URL], both: [URL]}, each optional; watched")
+    engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")
     api_key_file: str = _file("API keys that clients need, one a line; default: none is needed")
     engine_api_key_file: str = _file("API key that engines get; default: the client's own")
     tls_cert_file: str = _file("certificate chain in PEM: clients then need https")
