@@ -19,6 +19,7 @@ from tests.chaos.load import MAX_TOKENS
 from tests.chaos.report import as_json, as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.chaos.schedule import KINDS
+from tests.chaos.testbed import BOUND_SECONDS
 from tests.kit.forked import forking
 from tests.kit.served import SERVED
 
@@ -60,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         help="with more, faults come to the engine that has most under way; needs --spares",
     )
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="no fault after these")
+    parser.add_argument(
+        "--bound-seconds",
+        type=float,
+        default=BOUND_SECONDS,
+        help="what a client waits for a short answer; the proxy's limits are --proxy-args",
+    )
     parser.add_argument("--serve", choices=sorted(SERVED), default="llama", help="default: llama")
     parser.add_argument("--proxy-args", nargs=argparse.REMAINDER, default=[], help="come last")
     parser.add_argument("--out", type=Path, default=Path("chaos-report"))
@@ -89,6 +96,7 @@ def main() -> int:
         proxy_args=tuple(args.proxy_args),
         max_tokens=args.max_tokens,
         name=served.name,
+        bound_seconds=args.bound_seconds,
         max_seconds=args.max_seconds,
     )
     with forking() if scenario.aimed else nullcontext():

@@ -100,6 +100,7 @@ class Load:
         seed: for the order of the requests.
         max_tokens: how long answers are; with more than ``MAX_TOKENS`` these are the shortest, and
             most of them are streams.
+        least_seconds: what an answer of ``MAX_TOKENS`` may take.
         running: where streams run.
         num_unequal: right answers that went on with another one of two equally likely tokens.
         verdicts: answers by verdict.
@@ -112,6 +113,7 @@ class Load:
     known: Sequence[Known]
     seed: int
     max_tokens: int = MAX_TOKENS
+    least_seconds: float = BOUND_SECONDS
     running: Running = field(default_factory=Running)
     num_unequal: int = 0
     verdicts: Counter[str] = field(default_factory=Counter[str])
@@ -132,7 +134,7 @@ class Load:
     @property
     def bound_seconds(self) -> float:
         """How long an answer may take."""
-        return BOUND_SECONDS + SECONDS_A_TOKEN * (self.max_tokens - MAX_TOKENS)
+        return self.least_seconds + SECONDS_A_TOKEN * (self.max_tokens - MAX_TOKENS)
 
     def start(self, num_clients: int) -> None:
         """Begin with ``num_clients`` clients, each with one request at a time."""

@@ -34,7 +34,8 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
         reference = load.references[attempts % len(load.references)]
         try:
             before = _not_read(testbed)
-            answer = ask(testbed.proxy_url, reference.prompt)
+            bound = load.bound_seconds
+            answer = ask(testbed.proxy_url, reference.prompt, timeout_seconds=bound)
             verdict = load.note(reference, answer)
             ended = time.monotonic()
             proven = verdict == RIGHT and _not_read(testbed) == before

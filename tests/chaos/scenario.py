@@ -17,7 +17,7 @@ from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
-from tests.chaos.testbed import GPU_ARGS, Testbed, on_gpu
+from tests.chaos.testbed import BOUND_SECONDS, GPU_ARGS, Testbed, on_gpu
 from tests.kit import cluster
 from tests.kit.parity import complete, prefill
 from tests.kit.servers import ServerEndedError
@@ -54,6 +54,7 @@ class Scenario:
         max_tokens: with more than ``MAX_TOKENS`` answers are as long as that, and faults come to
             the engine that has most under way; what engines hold is not counted then.
         name: another model than the tiny one that every other request is for.
+        bound_seconds: what a short answer may take.
         max_seconds: from then on no fault begins, and no more requests are waited for.
     """
 
@@ -76,6 +77,7 @@ class Scenario:
     proxy_args: Sequence[str] = ()
     max_tokens: int = MAX_TOKENS
     name: str = ""
+    bound_seconds: float = BOUND_SECONDS
     max_seconds: float = math.inf
 
     @property
@@ -118,7 +120,10 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         testbed.start()
         if known is None:
             known = _answers_of(testbed.url(PREFILL), scenario)
-        load = Load(testbed.proxy_url, known, scenario.seed, scenario.max_tokens)
+        load = Load(
+            *(testbed.proxy_url, known, scenario.seed, scenario.max_tokens),
+            least_seconds=scenario.bound_seconds,
+        )
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
         try:
