@@ -7,7 +7,8 @@ from xml.sax.saxutils import escape
 
 ENGINES = {
     "vLLM's": ("vLLM's NixlConnector", "#d98c3f"),
-    "ours, proxy, streamed": ("vllm_commext, behind its proxy", "#2f7fc1"),
+    "ours": ("vllm_commext, asked alike", "#9cc3e0"),
+    "ours, proxy, streamed": ("vllm_commext, its proxy", "#2f7fc1"),
 }
 PLAIN = "plain"
 WIDTH, LEFT, SCALE, BAR, GAP = 760, 180, 500, 20, 14
@@ -50,7 +51,7 @@ def draw(
     parts = [
         f'<text x="10" y="20" {STYLE} font-weight="bold">Milliseconds more than one server</text>'
     ]
-    for x, (name, colour) in zip((300, 480), ENGINES.values(), strict=True):
+    for x, (name, colour) in zip((250, 408, 590), ENGINES.values(), strict=True):
         parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 18}" y="20" {STYLE}>{escape(name)}</text>')
     top = 36
