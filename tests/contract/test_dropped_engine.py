@@ -12,7 +12,6 @@ from tests.contract.vllm_process import python_at_once
 from tests.kit import ROOT
 
 pytestmark = pytest.mark.timeout(600)
-MODULES = ("vllm.v1.engine.core", "vllm.model_executor.models.registry")
 COLLECTION_SECONDS = 5.0
 
 
@@ -24,7 +23,7 @@ def check(returncode: int, stdout: str, stderr: str) -> None:
 def test_no_part_holds_up_a_collection(folder: Path) -> None:
     code = Path(dropped_part.__file__).read_text()
     all_args = [(part, str(folder)) for part in dropped_part.PARTS]
-    for done in python_at_once(code, all_args, MODULES):
+    for done in python_at_once(code, all_args):
         check(done.returncode, done.stdout, f"{done.args}: {done.stderr}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.vllm_process import IMPORTS, python, run_at_once
+from tests.contract.vllm_process import python, run_at_once
 from vllm_commext.compat.evidence import PROVEN_MACHINES
 from vllm_commext.compat.monkey_patch import INVENTORY
 
@@ -165,7 +165,7 @@ def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
 
 def test_the_command_line_of_vllm_works_with_the_plugin() -> None:
     program = {"module": "vllm.entrypoints.cli.main", "arguments": ["serve", "--help"]}
-    (done,) = run_at_once([program], IMPORTS, {"VLLM_COMMEXT_NIXL": "auto"})
+    (done,) = run_at_once([program], {"VLLM_COMMEXT_NIXL": "auto"})
     assert done.returncode == 0, done.stderr
     assert "usage: vllm serve" in done.stdout
     assert "commext: nixl active" in done.stdout + done.stderr

@@ -13,7 +13,6 @@ import vllm
 
 from tests.contract.qk_norms_rank import CASES, TOKENS, Q, wanted
 from tests.contract.vllm_process import python, ranks
-from tests.kit.forked import SERVER_MODULES
 from tests.kit.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
@@ -29,10 +28,7 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     """What each rank found with the toggle on, and off."""
-    return {
-        toggle: ranks(RANK, 2, str(free_port()), modules=SERVER_MODULES, **{TOGGLE: toggle})
-        for toggle in ("1", "0")
-    }
+    return {toggle: ranks(RANK, 2, str(free_port()), **{TOGGLE: toggle}) for toggle in ("1", "0")}
 
 
 @pytest.mark.parametrize("model", CASES)

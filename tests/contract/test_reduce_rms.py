@@ -9,7 +9,6 @@ import torch
 
 from tests.contract.reduce_rms_rank import EPS, Q, rows, weights
 from tests.contract.vllm_process import python, ranks
-from tests.kit.forked import SERVER_MODULES
 from tests.kit.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
@@ -58,10 +57,7 @@ def test_without_the_toggle_everything_is_vllms() -> None:
 
 
 def test_vllms_layers_compute_the_same_with_it() -> None:
-    ours, stock = (
-        ranks(*(RANK, 2, str(free_port())), modules=SERVER_MODULES, **{TOGGLE: toggle})
-        for toggle in ("1", "0")
-    )
+    ours, stock = (ranks(*(RANK, 2, str(free_port())), **{TOGGLE: toggle}) for toggle in ("1", "0"))
     for mine, theirs in zip(ours, stock, strict=True):
         assert (mine["told"], theirs["told"]) == (["MiniMax-M2"], [])
         assert mine["v_is_left"]

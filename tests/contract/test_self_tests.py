@@ -10,7 +10,6 @@ import torch
 from tests.contract.qk_norms_rank import wanted
 from tests.contract.test_qk_norms import OURS
 from tests.contract.vllm_process import ranks
-from tests.kit.forked import SERVER_MODULES
 from tests.kit.ports import free_port
 from tests.kit.untested import ENVIRON, WITHHOLD
 from vllm_commext.allreduce import names
@@ -45,7 +44,6 @@ def found(script: str, *args: str, first: str = "", **environ: str) -> list[dict
         HERE / script,
         2,
         *args,
-        modules=SERVER_MODULES,
         first=WITHHOLD + first,
         **{**ENVIRON, **environ},
     )
