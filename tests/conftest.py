@@ -1,10 +1,11 @@
 """Fixtures for every layer: no toggle of the shell reaches a test, no outcome outlives one."""
 
+import gc
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
     stack.enter_context(fork_servers())
     config.add_cleanup(stack.close)
+    config.add_cleanup(gc.unfreeze)
     config.addinivalue_line("markers", "long: only with COMMEXT_TEST_LONG=1; `make long` sets it")
     if importlib.util.find_spec("hypothesis") is not None:  # the GPU layer does without
         from hypothesis import HealthCheck, settings
@@ -33,6 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         settings.register_profile("patient", patient)
         settings.load_profile("patient")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What tests import stays until the end, so that no collection of garbage has to look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
