@@ -6,6 +6,7 @@ parsers of `vllm-commext`, the options in a script's source, toggles and connect
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -233,6 +234,7 @@ def test_the_connectors_configuration_is_one_that_it_takes(command: Command) -> 
     assert set(given.get("kv_connector_extra_config", {})) <= set(KNOWN_KEYS)
 
 
+@functools.cache
 def named_in_code() -> set[str]:
     """Every COMMEXT_ variable in the package's, the tests' and the tools' text."""
     files = [
