@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -19,8 +20,9 @@ namespace emulation {
 namespace {
 
 constexpr u32 LANES = 32, STACK_BYTES = 64 << 10;
-// A block whose fibers have only looked for so many turns leaves the processor to the others.
-constexpr u32 IDLE_TURNS = 8;
+// A block whose fibers have only looked for so many turns leaves the processor to the others, each
+// time for longer.
+constexpr u32 IDLE_TURNS = 8, MOST_PAUSES = 20;
 constexpr auto PAUSE = std::chrono::microseconds(50);
 
 // Fibers that wait for one another: a warp or a team.
@@ -92,7 +94,7 @@ void run_block(Block& b, u32 index, u32 num_blocks, void (*body)()) {
       resume(b, b.fibers[i]);
     }
     if (++b.idle_turns > IDLE_TURNS)
-      std::this_thread::sleep_for(PAUSE);
+      std::this_thread::sleep_for(PAUSE * std::min(b.idle_turns - IDLE_TURNS, MOST_PAUSES));
     else if (b.random() % 4 == 0)
       sched_yield();
   }
