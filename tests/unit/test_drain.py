@@ -244,10 +244,14 @@ def test_the_command_waits_until_nothing_is_left(
     assert drain(engine, "--undo") == 0
 
 
-def test_the_command_gives_up_in_time(engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seconds", ["0.3", "0"])
+def test_the_command_gives_up_in_time(
+    engine: Any, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine.running = 10**6
-    assert drain(engine, "--wait", "0.3") == 1
-    assert "has not drained within 0.3 s" in capsys.readouterr().out
+    assert drain(engine, "--wait", seconds) == 1
+    assert f"has not drained within {seconds} s" in capsys.readouterr().out
+    assert engine.file.exists()
 
 
 def test_the_command_says_what_an_engine_lacks(
