@@ -51,10 +51,10 @@ def draw(
     parts = [
         f'<text x="10" y="20" {STYLE} font-weight="bold">Milliseconds more than one server</text>'
     ]
-    for x, (name, colour) in zip((250, 408, 590), ENGINES.values(), strict=True):
-        parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="20" {STYLE}>{escape(name)}</text>')
-    top = 36
+    for x, (name, colour) in zip((10, 190, 400), ENGINES.values(), strict=True):
+        parts.append(f'<rect x="{x}" y="32" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="42" {STYLE}>{escape(name)}</text>')
+    top = 58
     y = top + 6
     bottom = y + len(groups) * (BAR * len(ENGINES) + GAP)
     for tick in range(0, end + 1, STEP_MS):
@@ -64,7 +64,8 @@ def draw(
             f'<text x="{x:.1f}" y="{bottom + 16}" {STYLE} text-anchor="middle">{tick}</text>'
         )
     for label, found in groups:
-        parts.append(f'<text x="10" y="{y + BAR + 2}" {STYLE}>{escape(label)}</text>')
+        middle = y + BAR * len(ENGINES) // 2 + 2
+        parts.append(f'<text x="10" y="{middle}" {STYLE}>{escape(label)}</text>')
         for (_, colour), one in zip(ENGINES.values(), found, strict=True):
             parts += _bar(y, unit, colour, one)
             y += BAR
