@@ -3,9 +3,10 @@
 Engines are started once, one a GPU, and every contestant has as many of them, behind a proxy of
 its own: `replicas`, each request to one engine that does all of it; `fixed`, prefill on one half,
 decode on the other; `adaptive`, placed request by request so that the limits of `--told` (ms a
-token : ms to the first) are kept, one contestant for each pair; `nixl`, as `fixed` with vLLM's
-NixlConnector; `--replica-step`: replicas without connector with so many tokens a step.  All but
-the last two share their engines.  A way that this proxy does not know is left out.
+token : ms to the first) are kept, one contestant for each pair; `ordered`, as that with
+`--prompt-order shortest`; `nixl`, as `fixed` with vLLM's NixlConnector; `--replica-step`: replicas
+without connector with so many tokens a step.  All but the last two share their engines.  A way that
+this proxy does not know is left out.
 
 In each round all contestants take turns with arrivals of the same times and lengths, never the same
 tokens, in another order each time.  Rates are requests a second, or percent of what the first

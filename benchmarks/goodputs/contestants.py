@@ -14,8 +14,8 @@ from tests.kit.servers import Server
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 
-REPLICAS, FIXED, ADAPTIVE = "replicas", "fixed", "adaptive"
-NAMES = (REPLICAS, FIXED, ADAPTIVE, NIXL)
+REPLICAS, FIXED, ADAPTIVE, ORDERED = "replicas", "fixed", "adaptive", "ordered"
+NAMES = (REPLICAS, FIXED, ADAPTIVE, ORDERED, NIXL)
 READY_SECONDS = 60.0
 HELP_SECONDS = 60.0
 
@@ -77,8 +77,8 @@ def make(
             found.append(Contestant(name, both, split=True))
         elif name == NIXL:
             found.append(Contestant(name, EngineSet(NIXL, step), split=True))
-        elif name == ADAPTIVE:
-            found += [_adaptive(both, limits) for limits in told]
+        elif name in (ADAPTIVE, ORDERED):
+            found += [_adaptive(name, both, limits) for limits in told]
         else:
             raise ConfigError(f"contestants: expected some of {NAMES}, got {name!r}")
     for replica_step in replica_steps:
@@ -87,10 +87,12 @@ def make(
     return _told_apart(found)
 
 
-def _adaptive(engines: EngineSet, limits: Limits) -> Contestant:
+def _adaptive(name: str, engines: EngineSet, limits: Limits) -> Contestant:
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
     options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
-    return Contestant(f"{ADAPTIVE} {tpot}/{first}", engines, options, told=limits)
+    if name == ORDERED:
+        options += ("--prompt-order", "shortest")
+    return Contestant(f"{name} {tpot}/{first}", engines, options, told=limits)
 
 
 def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:

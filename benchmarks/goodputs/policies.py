@@ -1,6 +1,5 @@
 """What the simulator compares: fixed ways to share out requests, and the proxy's own policy."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,14 +8,14 @@ from typing import cast
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import WINDOW
-from vllm_commext.proxy.engine_load import Answer, Job
+from vllm_commext.proxy.engine_load import Answer, Job, Waiting, next_of
 from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of, bins
 from vllm_commext.proxy.engines import REQUEST_TOKENS
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
+from vllm_commext.proxy.turns import LEAD_SECONDS
 
 MOST_TOKENS = 1024
 """What requests allow their answers, however long these turn out."""
-OVERFLOW_SECONDS = 0.15
 
 
 class Silent:
@@ -27,22 +26,16 @@ class Silent:
 
     first = token = ended = prefilled
 
+    def next(
+        self, engine: int, waiting: Sequence[Request], now: float
+    ) -> tuple[Request | None, float]:
+        return waiting[0], 0.0
+
     def turned(self, turn: Turn) -> None:
         pass
 
     def read(self, engine: int, used_tokens: float) -> None:
         pass
-
-
-class InTurn(Silent):
-    """Whole requests to each engine in turn."""
-
-    def __init__(self, hardware: Sequence[Hardware]) -> None:
-        self._next = itertools.cycle(range(len(hardware)))
-
-    def place(self, request: Request, now: float) -> tuple[int, int]:
-        idx = next(self._next)
-        return idx, idx
 
 
 class _Work:
@@ -121,26 +114,16 @@ class Fixed(Silent):
         self._decode.turned(turn)
 
 
-class Overflow(Silent):
-    """Of two engines the first prefills, unless prompts wait there and none at the other one."""
-
-    def __init__(self, hardware: Sequence[Hardware]) -> None:
-        self._speed = TrueSpeed(hardware[0])
-        self._waiting: tuple[dict[Request, float], dict[Request, float]] = {}, {}
-
-    def place(self, request: Request, now: float) -> tuple[int, int]:
-        first, second = self._waiting
-        here = int(sum(first.values()) > OVERFLOW_SECONDS and not second)
-        seconds = self._speed.prefill_seconds(request.arrival.prompt_tokens, 0, False)
-        self._waiting[here][request] = seconds
-        return here, 1
-
-    def prefilled(self, request: Request, now: float) -> None:
-        del self._waiting[request.prefill][request]
+@dataclass
+class _Placed:
+    waiting: Waiting
+    placement: Placement
+    held: int
+    due: float
 
 
 @dataclass
-class _Note:
+class _Sent:
     job: Job
     answer: Answer
     prefilled_at: float = 0.0
@@ -148,7 +131,8 @@ class _Note:
 
 class Adaptive:
     """The proxy's policy, which learns from what a proxy sees. refuses: what would come late;
-    reads_caches: engines' metrics, that is."""
+    reads_caches: engines' metrics, that is; is_ordered: prompts wait for their turn, as with
+    ``--prompt-order shortest``."""
 
     def __init__(
         self,
@@ -156,8 +140,9 @@ class Adaptive:
         limits: Limits,
         refuses: bool = False,
         reads_caches: bool = True,
+        is_ordered: bool = False,
     ) -> None:
-        self.refuses, self.reads_caches = refuses, reads_caches
+        self.refuses, self.reads_caches, self.is_ordered = refuses, reads_caches, is_ordered
         self._hardware = hardware
         self.planner = Planner(limits)
         self.candidates = [
@@ -189,14 +174,38 @@ class Adaptive:
         self.num_placed += 1
         self.num_local += placed.is_local
         held = min(placed.prefill.held_tokens, tokens - 1)
-        job = placed.prefill.load.ask(tokens - held, held, now)
-        due = now + placed.first_token
-        answer = placed.decode.load.expect(tokens, most, due, not placed.is_local)
-        request.note = _Note(job, answer)
+        load = placed.prefill.load
+        seconds = load.speed.prefill_seconds(tokens - held, held, False)
+        waiting = Waiting(now, seconds)
+        load.waiting[waiting] = None
+        request.note = _Placed(waiting, placed, held, now + placed.first_token)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
+    def next(
+        self, engine: int, waiting: Sequence[Request], now: float
+    ) -> tuple[Request | None, float]:
+        """As the proxy does: without an order all are sent at once."""
+        load = self.candidates[engine].load
+        if self.is_ordered and load.speed.is_known:
+            reach = load.speed.prefill_seconds(0, 0, True)
+            left = load.backlog(now) - LEAD_SECONDS - reach
+            if left > 0.0:
+                return None, max(left, LEAD_SECONDS / 10)
+            among = {one.note.waiting: one for one in waiting}
+            request = among[next_of(list(among), now, load.shared.limits.first)]
+        else:
+            request = waiting[0]
+        note: _Placed = request.note
+        placed, tokens = note.placement, request.arrival.prompt_tokens
+        del load.waiting[note.waiting]
+        job = load.ask(tokens - note.held, note.held, now)
+        due, most = job.until if placed.is_local else note.due, self.most_tokens(request)
+        answer = placed.decode.load.expect(tokens, most, due, not placed.is_local)
+        request.note = _Sent(job, answer)
+        return request, 0.0
+
     def prefilled(self, request: Request, now: float) -> None:
-        note: _Note = request.note
+        note: _Sent = request.note
         note.prefilled_at = now
         self._held[request.prefill][request.arrival.group] = request.arrival.prompt_tokens
         note.job.end(now)
@@ -205,7 +214,7 @@ class Adaptive:
             note.answer.source = note.job
 
     def first(self, request: Request, now: float) -> None:
-        note: _Note = request.note
+        note: _Sent = request.note
         if request.prefill != request.decode:
             self.planner.shared.handover.add(now - note.prefilled_at)
         note.answer.begin(now)
@@ -214,7 +223,10 @@ class Adaptive:
         request.note.answer.go_on(1, now)
 
     def ended(self, request: Request, now: float) -> None:
-        note: _Note = request.note
+        note: _Placed | _Sent = request.note
+        if isinstance(note, _Placed):  # its engine is lost
+            note.placement.prefill.load.waiting.pop(note.waiting)
+            return
         held = request.arrival.prompt_tokens + request.tokens
         self._held[request.decode][request.arrival.group] = held
         note.job.end(now, False)
@@ -268,6 +280,7 @@ class TrueSpeed(EngineSpeed):
         seconds = one.prompt_token * new_tokens
         seconds += one.million_pairs * area_of(new_tokens, held_tokens)
         seconds += one.step * max(1.0, new_tokens / one.step_tokens)
+        seconds = max(seconds, one.prompt_step)
         return seconds * one.slowness + one.overhead * is_idle
 
     def step_seconds(self, answers: float, context_tokens: float) -> float:

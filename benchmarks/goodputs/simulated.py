@@ -1,6 +1,6 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
-`measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
+`measured`: beside the cells of measurements on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
 under too much load. `caches`: engines with small KV caches. `turns`: later turns
 of conversations. `hindsight`: beside the best placement that is found where everything to come is
@@ -9,48 +9,48 @@ them slow, some lost and back.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from goodputs.hindsight import best_share
-from goodputs.policies import Adaptive, Fixed, InTurn, Knowing, Overflow, Replicas
+from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
-from vllm_commext.bench.figures import quantile
+from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import CONVERSATION, MIXED, make
 from vllm_commext.limits import Limits
 
 PAIR = (Hardware(), Hardware())
+RESULTS = Path(__file__).parents[1] / "results"
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 GOOD = 0.9
 STEPS = 6
 NUM_TRIES = 600
 WORKLOADS = (MIXED, CONVERSATION, "document", "short")
-SATURATION = {MIXED: 19.0, CONVERSATION: 6.0, "document": 8.0, "short": 85.0}
+SATURATION = {MIXED: 15.0, CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
 """Requests a second that two engines could take without any limit, about."""
 Build = Callable[[Sequence[Hardware], Limits], Policy]
 CONTESTANTS: dict[str, Build] = {
-    "replicas": lambda hardware, _: Replicas(hardware),
-    "fixed": lambda hardware, _: Fixed(hardware),
+    "replicas": lambda hardware, limits: Replicas(hardware),
+    "fixed": lambda hardware, limits: Fixed(hardware),
     "adaptive": Adaptive,
+    "ordered": lambda hardware, limits: Adaptive(hardware, limits, is_ordered=True),
     "knowing": Knowing,
 }
+UNTOLD = ("replicas", "fixed")
 CACHE_CONTESTANTS: dict[str, Build] = {
     "replicas": CONTESTANTS["replicas"],
     "fixed": CONTESTANTS["fixed"],
     "not told": lambda hardware, limits: Adaptive(hardware, limits, reads_caches=False),
     "adaptive": Adaptive,
 }
-MEASURED: dict[tuple[float, str], str] = {
-    (5, "in turn"): "111/445/768 7.3/9.0/18.1 93/97/100",
-    (5, "replicas"): "132/378/619 7.5/10.5/22.9 87/96/100",
-    (5, "fixed"): "173/685/1073 7.2/7.9/8.8 99/99/99",
-    (5, "overflow"): "141/508/608 7.6/10.1/14.6 90/100/100",
-    (8, "in turn"): "126/810/1290 9.6/16.4/33.1 54/81/91",
-    (8, "replicas"): "114/493/630 9.5/19.1/29.2 57/81/96",
-    (8, "fixed"): "330/1352/1787 8.3/9.1/9.9 76/76/76",
-    (8, "overflow"): "137/564/1036 9.3/17.9/24.7 60/86/98",
-}
-"""First token and time per token in ms, p50/p90/p99, and % in time by 1 s and 10, 15, 25 ms."""
+MEASURED = ("2026-11-26_goodput_two_h100_again.json", "2026-11-26_goodput_two_h100.json")
+MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
+PAUSE_SECONDS = 100.0
+"""Between two loads on a contestant: the others' turns."""
 
 
 def play(
@@ -93,60 +93,108 @@ def highest_rate(cell: tuple[str, str, Limits]) -> float:
     return low * SATURATION[workload]
 
 
+def told(first: Sequence[float], tpot: Sequence[float], good: Sequence[float]) -> str:
+    """Quantiles of the first token and of the time per token in ms, and % in time."""
+    texts = [[f"{1e3 * value:.0f}" for value in first], [f"{1e3 * value:.1f}" for value in tpot]]
+    return " ".join("/".join(of) for of in (*texts, [f"{100 * share:.0f}" for share in good]))
+
+
+def simulated_figures(requests: Sequence[Request]) -> str:
+    """See `told`."""
+    first, tpot = (
+        [quantile(values, share) for share in QUANTILES]
+        for values in ([one.first_token for one in requests], [one.per_token for one in requests])
+    )
+    num_good = [sum(one.is_good(of) for one in requests) for of in MEASURED_LIMITS]
+    return told(first, tpot, [num / len(requests) for num in num_good])
+
+
+def measured_figures(row: Mapping[str, Any]) -> str:
+    """See `told`."""
+    names = [f"{1e3 * of.tpot:g} ms, {1e3 * of.first:g} ms" for of in MEASURED_LIMITS]
+    good = [sum(row["good"][name]) / row["requests"] for name in names]
+    return told(row["first"], row["tpot"], good)
+
+
+def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, list[Request]]:
+    """The requests of a measurement by their rates: a warm-up at the last rate, and two rounds."""
+    loads = [(0.0, rates[-1], 8.0)]
+    for rate in [*rates, *rates]:
+        loads.append(((seconds + PAUSE_SECONDS) * len(loads), rate, seconds))
+    arrivals = [
+        (replace(one, at=one.at + begin), rate if begin else 0.0)
+        for begin, rate, length in loads
+        for one in make(MIXED, rate, length, 1)
+    ]
+    policy = CONTESTANTS[way](PAIR, Limits(0.015, 1.0))
+    requests = Simulation(PAIR, [one for one, _ in arrivals], policy).run()
+    found: dict[float, list[Request]] = {rate: [] for rate in rates}
+    for request, (_, rate) in zip(requests, arrivals, strict=True):
+        if rate:
+            found[rate].append(request)
+    return found
+
+
 def print_measured(_: ProcessPoolExecutor) -> None:
-    ways = {"in turn": InTurn, "replicas": Replicas, "fixed": Fixed, "overflow": Overflow}
-    print("| requests/s | way | simulated | measured |\n|---|---|---|---|")
-    for (rate, name), measured in MEASURED.items():
-        requests = play(ways[name], MIXED, rate, seconds=20.0, warm_seconds=0.0, seeds=range(8))
-        told = [
-            "/".join(f"{1e3 * quantile(values, share):.{digits}f}" for share in (0.5, 0.9, 0.99))
-            for digits, values in (
-                (0, [one.first_token for one in requests]),
-                (1, [one.per_token for one in requests]),
-            )
-        ]
-        limits = [Limits(tpot, 1.0) for tpot in (0.010, 0.015, 0.025)]
-        good = [sum(one.is_good(of) for one in requests) / len(requests) for of in limits]
-        told.append("/".join(f"{100 * share:.0f}" for share in good))
-        print(f"| {rate:g} | {name} | {' '.join(told)} | {measured} |")
+    print("| run | requests/s | way | simulated | measured |\n|---|---|---|---|---|")
+    for name in MEASURED:
+        content = json.loads((RESULTS / name).read_text())
+        seconds = float(content["about"]["arrivals"].split()[0])
+        rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
+        rates = list(dict.fromkeys(rate for _, rate in rows))
+        for way in ("replicas", "fixed", "adaptive"):
+            for rate, requests in replayed(way, rates, seconds).items():
+                cells = simulated_figures(requests), measured_figures(rows[way, rate])
+                print(f"| {name} | {rate:g} | {way} | {' | '.join(cells)} |")
+
+
+def shares_good(job: tuple[str, str, float, Sequence[Limits]]) -> list[float]:
+    """Share of requests in time by each of some limits, told all of them one after another."""
+    name, workload, rate, limits = job
+    if name not in UNTOLD:
+        return [share_good(name, workload, rate, of) for of in limits]
+    requests = play(lambda hardware: CONTESTANTS[name](hardware, limits[0]), workload, rate)
+    return [sum(one.is_good(of) for one in requests) / len(requests) for of in limits]
 
 
 def print_grid(workers: ProcessPoolExecutor) -> None:
     shares = (0.3, 0.5, 0.7, 0.9, 1.1)
-    cells = [
-        (workload, Limits(tpot / 1e3, first))
-        for workload in WORKLOADS
-        for tpot in (10, 15, 25, 50)
-        for first in (0.5, 1.0, 2.0)
-    ]
+    limits = [Limits(tpot / 1e3, first) for tpot in (10, 15, 25, 50) for first in (0.5, 1.0, 2.0)]
+    names = [name for name in CONTESTANTS if name != "knowing"]
+    cells = [(workload, share) for workload in WORKLOADS for share in shares]
     jobs = [
-        (name, workload, share * SATURATION[workload], limits)
-        for workload, limits in cells
-        for share in shares
-        for name in CONTESTANTS
+        (name, work, share * SATURATION[work], limits) for work, share in cells for name in names
     ]
-    results = iter([100 * good for good in workers.map(share_good, *zip(*jobs, strict=True))])
-    told = " | ".join(f"{share:.0%}" for share in shares)
-    print(f"{' / '.join(CONTESTANTS)}, % in time\n\n| workload | limits | {told} |")
+    found = dict(zip([job[:3] for job in jobs], workers.map(shares_good, jobs), strict=True))
+    print(f"{' / '.join(names)}, % in time\n")
+    print(f"| workload | limits | {' | '.join(f'{share:.0%}' for share in shares)} |")
     print("|---|---|" + "---|" * len(shares))
-    for workload, limits in cells:
-        row = [" ".join(f"{next(results):.0f}" for _ in CONTESTANTS) for _ in shares]
-        print(f"| {workload} | {limits} | {' | '.join(row)} |")
+    for workload in WORKLOADS:
+        for idx, of in enumerate(limits):
+            row = [
+                " ".join(
+                    f"{100 * found[name, workload, share * SATURATION[workload]][idx]:.0f}"
+                    for name in names
+                )
+                for share in shares
+            ]
+            print(f"| {workload} | {of} | {' | '.join(row)} |")
 
 
 def print_highest(workers: ProcessPoolExecutor) -> None:
-    cells = [
-        (workload, Limits(tpot / 1e3, 1.0)) for workload in WORKLOADS for tpot in (12, 15, 20, 50)
-    ]
+    cells = [(workload, Limits(tpot / 1e3, 1.0)) for workload in WORKLOADS for tpot in (12, 15, 20)]
     jobs = [(name, *cell) for cell in cells for name in CONTESTANTS]
     results = iter(list(workers.map(highest_rate, jobs)))
-    print(f"| workload | limits | {' | '.join(CONTESTANTS)} | adaptive : better |")
-    print("|---|---|" + "---|" * (len(CONTESTANTS) + 1))
+    print(
+        f"| workload | limits | {' | '.join(CONTESTANTS)} | adaptive : better | ordered : better |"
+    )
+    print("|---|---|" + "---|" * (len(CONTESTANTS) + 2))
     for workload, limits in cells:
         rates = {name: next(results) for name in CONTESTANTS}
-        gain = rates["adaptive"] / max(rates["replicas"], rates["fixed"])
-        told = " | ".join(f"{rate:.1f}" for rate in rates.values())
-        print(f"| {workload} | {limits} | {told} | {gain:.2f} |")
+        better = max(rates["replicas"], rates["fixed"])
+        row = " | ".join(f"{rate:.1f}" for rate in rates.values())
+        gains = " | ".join(f"{rates[name] / better:.2f}" for name in ("adaptive", "ordered"))
+        print(f"| {workload} | {limits} | {row} | {gains} |")
 
 
 def shares_taken(job: tuple[str, float, Limits, bool]) -> str:

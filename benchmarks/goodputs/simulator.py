@@ -20,7 +20,8 @@ from vllm_commext.proxy.engine_speed import area_of
 @dataclass(frozen=True)
 class Hardware:
     """An engine's times, in seconds: of a step by itself, for each running answer, each token
-    before it, each token of a prompt and a million pairs of those in its attention. The default is
+    before it, each token of a prompt and a million pairs of those in its attention; prompt_step:
+    of one with prompts at least. The default is
     an H100 with 8 G parameters in bfloat16, fitted to a first measurement.
 
     overhead: from a request's arrival to its first step. handover, second_token: by how much a
@@ -28,15 +29,16 @@ class Hardware:
     slowness: factor of all. cache_tokens: of its KV cache.
     """
 
-    step: float = 0.0055
-    answer: float = 40e-6
-    context_token: float = 4.5e-8
-    prompt_token: float = 2.32e-5
-    million_pairs: float = 1.04e-3
+    step: float = 0.0064
+    answer: float = 48e-6
+    context_token: float = 3.9e-8
+    prompt_token: float = 1.95e-5
+    million_pairs: float = 1.1e-3
+    prompt_step: float = 0.0225
     step_tokens: int = 2048
-    overhead: float = 0.020
+    overhead: float = 0.016
     handover: float = 0.006
-    second_token: float = 0.018
+    second_token: float = 0.025
     slowness: float = 1.0
     cache_tokens: float = math.inf
 
@@ -94,9 +96,13 @@ class Request:
 
 class Policy(Protocol):
     """Places requests on two engines, which may be one, or refuses them, and is told what a proxy
-    sees."""
+    sees. next: which of those *waiting* an engine is sent now, or after how many seconds to ask
+    again."""
 
     def place(self, request: Request, now: float) -> tuple[int, int] | None: ...
+    def next(
+        self, engine: int, waiting: Sequence[Request], now: float
+    ) -> tuple[Request | None, float]: ...
     def prefilled(self, request: Request, now: float) -> None: ...
     def first(self, request: Request, now: float) -> None: ...
     def token(self, request: Request, now: float) -> None: ...
@@ -112,6 +118,7 @@ class _Engine:
     chunk is in the step that runs; held: by group, tokens of the longest prompt or answer there."""
 
     hardware: Hardware
+    waiting: list[Request] = field(default_factory=list[Request])
     queue: deque[Request] = field(default_factory=deque[Request])
     running: list[Request] = field(default_factory=list[Request])
     context: int = 0
@@ -152,6 +159,7 @@ class _Engine:
         seconds = hardware.step + hardware.answer * len(self.running)
         seconds += hardware.context_token * self.context
         self.ending = []
+        any_prompt = False
         while self.queue and budget > 0:
             request = self.queue[0]
             if not request.is_in:
@@ -159,6 +167,7 @@ class _Engine:
                     break
                 request.is_in = True
                 self.reserved += request.size
+            any_prompt = True
             chunk = min(budget, request.left)
             seconds += hardware.prompt_token * chunk
             seconds += hardware.million_pairs * area_of(chunk, request.done)
@@ -167,12 +176,20 @@ class _Engine:
             budget -= chunk
             if request.left == 0:
                 self.ending.append(self.queue.popleft())
+        if any_prompt:
+            seconds = max(seconds, hardware.prompt_step)
         return seconds * hardware.slowness
 
     def lose(self) -> list[Request]:
         """Everything that it works on, which is forgotten with all that it held."""
-        lost = [*self.queue, *self.running, *(one for one in self.ending if one.left == 0)]
+        lost = [
+            *self.waiting,
+            *self.queue,
+            *self.running,
+            *(one for one in self.ending if one.left == 0),
+        ]
         lost += self.loading
+        self.waiting.clear()
         self.queue.clear()
         self.loading.clear()
         self.running, self.ending, self.held, self.context, self.reserved = [], [], {}, 0, 0
@@ -245,7 +262,19 @@ class Simulation:
         request.held, request.most_held = held[request.prefill], max(held)
         request.done = request.held
         request.left = max(1, arrival.prompt_tokens - request.done)
-        self._at(self.now + engine.hardware.overhead, self._queue, request)
+        engine.waiting.append(request)
+        self._send(request.prefill)
+
+    def _send(self, idx: int) -> None:
+        """Send an engine what the policy says."""
+        engine = self.engines[idx]
+        while engine.waiting:
+            request, seconds = self._policy.next(idx, engine.waiting, self.now)
+            if request is None:
+                self._at(self.now + seconds, self._send, idx)
+                return
+            engine.waiting.remove(request)
+            self._at(self.now + engine.hardware.overhead, self._queue, request)
 
     def _queue(self, request: Request) -> None:
         if not self.engines[request.prefill].is_up:
@@ -306,6 +335,7 @@ class Simulation:
         if request.arrival.group >= 0:
             engine.held[request.arrival.group] = request.arrival.prompt_tokens
         self._policy.prefilled(request, self.now)
+        self._send(request.prefill)
         if request.prefill == request.decode:
             self._first(request)
         else:

@@ -43,12 +43,24 @@ def test_one_request_takes_its_prompt_and_its_steps() -> None:
 
 
 def test_a_prompt_makes_an_answer_wait_by_chunks() -> None:
-    arrivals = [Arrival(0.0, 100, 40), Arrival(0.1, 4096, 1)]
+    arrivals = [Arrival(0.0, 100, 40), Arrival(0.1, 4000, 1)]
     answer, prompt = Simulation(ONE, arrivals, Seen()).run()
     alone = Simulation(ONE, arrivals[:1], Seen()).run()[0]
     lost = (answer.per_token - alone.per_token) * 39
-    assert lost == pytest.approx(ONE[0].prompt_token * 4096, rel=0.2)
+    assert lost == pytest.approx(ONE[0].prompt_token * 4000, rel=0.2)
     assert prompt.end == prompt.first
+
+
+def test_more_prompts_are_in_time_where_the_longest_are_put_off() -> None:
+    known = [Arrival(1.5 * one, 4000, 8) for one in range(4)]
+    bunch = [*(Arrival(9 + one / 100, 16000, 1) for one in range(4)), Arrival(9.1, 2000, 1)]
+
+    def num_in_time(is_ordered: bool) -> int:
+        policy = Adaptive(ONE, Limits(0.0, 1.0), is_ordered=is_ordered)
+        requests = Simulation(ONE, known + bunch, policy).run()
+        return sum(one.first_token <= 1.0 for one in requests[len(known) :])
+
+    assert (num_in_time(False), num_in_time(True)) == (1, 3)
 
 
 @pytest.mark.parametrize("build", [Replicas, Fixed, Adaptive, Knowing])
