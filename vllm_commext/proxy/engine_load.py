@@ -3,7 +3,7 @@ an argument.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
@@ -140,18 +140,26 @@ def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
     """Which is sent to an engine that is free, for the most to begin within *limit*, 0 for none."""
     if not limit:
         return min(waiting, key=lambda one: one.due)
-    in_time: list[Waiting] = []
-    end = now
     for one in waiting:
         if now > one.since + PATIENCE * limit:
             return one
-        in_time.append(one)
+    found = in_time(waiting, now, limit)
+    return found[0] if found else min(waiting, key=lambda one: one.seconds)
+
+
+def in_time(waiting: Iterable[Waiting], now: float, limit: float) -> list[Waiting]:
+    """The most that can be computed within *limit*, in order, by an engine that is free at a
+    time: the longest are put off."""
+    found: list[Waiting] = []
+    end = now
+    for one in waiting:
+        found.append(one)
         end += one.seconds
         if end > one.since + IN_TIME * limit:
-            longest = max(in_time, key=lambda one: one.seconds)
-            in_time.remove(longest)
+            longest = max(found, key=lambda one: one.seconds)
+            found.remove(longest)
             end -= longest.seconds
-    return in_time[0] if in_time else min(waiting, key=lambda one: one.seconds)
+    return found
 
 
 class EngineLoad:
@@ -266,14 +274,21 @@ class EngineLoad:
             self._last_done = began + first.seconds
         return max(0.0, self.queued - min(first.seconds, under_way))
 
-    def wait_seconds(self, seconds: float, now: float) -> float:
-        """Seconds until a prompt that takes so long is begun."""
-        wait = self.backlog(now)
-        if self.waiting:
-            overtakes = not self.shared.limits.first
-            due = now + PATIENCE * seconds if overtakes else math.inf
-            wait += sum(one.seconds for one in self.waiting if one.due <= due)
-        return wait
+    def wait_seconds(self, seconds: float, now: float) -> tuple[float, int]:
+        """Seconds until a prompt that takes so long is begun, and how many that wait will be late
+        by it."""
+        wait, limit = self.backlog(now), self.shared.limits.first
+        if not self.waiting:
+            return wait, 0
+        if not limit:
+            due = now + PATIENCE * seconds
+            return wait + sum(one.seconds for one in self.waiting if one.due <= due), 0
+        own, begin = Waiting(now, seconds), now + wait
+        found = in_time((*self.waiting, own), begin, limit)
+        if found and found[-1] is own:
+            num_before = len(in_time(self.waiting, begin, limit))
+            return wait + sum(one.seconds for one in found) - seconds, num_before + 1 - len(found)
+        return wait + sum(one.seconds for one in self.waiting), 0
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
         """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than

@@ -66,8 +66,8 @@ class Placement:
 class _Costs:
     """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step,
     one with one answer more, and one beside the prompts that it computes of late; until its KV
-    cache has room for the prompt, and for its answer, too; and how many of its answers come late by
-    the prompt, the answer, both."""
+    cache has room for the prompt, and for its answer, too; how many of the prompts that wait are
+    put off for it; and how many of its answers come late by the prompt, the answer, both."""
 
     candidate: Candidate
     num_answers: int
@@ -78,6 +78,7 @@ class _Costs:
     pace: float
     prompt_room: float
     room: float
+    num_put_off: int
     by_prefill: float = 0.0
     by_answer: float = 0.0
     by_both: float = 0.0
@@ -178,7 +179,7 @@ class Planner:
             if late or room <= 0.0:
                 needed = (late + room) / room if room > 0.0 else math.inf
                 in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
-        misses = 1.0 - in_time
+        misses = 1.0 - in_time + source.num_put_off
         seconds = at.pace * length + late
         delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
         per_token = seconds / max(length, 1.0)
@@ -206,9 +207,10 @@ class Planner:
         step = speed.step_seconds(most, context)
         slower = speed.step_seconds(most + 1.0, context + tokens)
         pace = slower / max(1.0 - load.share, 0.05)
-        wait, length = load.wait_seconds(seconds, now), self.shared.lengths.mean
+        length = self.shared.lengths.mean
+        wait, num_put_off = load.wait_seconds(seconds, now)
         rooms = load.room_seconds(tokens, pace), load.room_seconds(tokens + length, pace)
-        return _Costs(candidate, num, wait, seconds, step, slower, pace, *rooms)
+        return _Costs(candidate, num, wait, seconds, step, slower, pace, *rooms, num_put_off)
 
     def _count_late(self, found: _Costs, now: float, stride: int) -> None:
         """Count the answers at an engine that a prefill, one more answer or both will make late,

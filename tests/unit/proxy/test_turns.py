@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engine_load import PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
@@ -77,10 +78,19 @@ async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> N
     (waiting,) = line.load.waiting
     due, seconds = waiting.due, waiting.seconds
     assert due - time.monotonic() == pytest.approx(PATIENCE * seconds, abs=0.1)
-    later = line.load.wait_seconds(TOKEN, time.monotonic() + PATIENCE * seconds + 0.2)
+    later, _ = line.load.wait_seconds(TOKEN, time.monotonic() + PATIENCE * seconds + 0.2)
     assert later >= seconds  # one that comes then is behind it
-    assert line.load.wait_seconds(TOKEN, time.monotonic()) < 0.25
+    assert line.load.wait_seconds(TOKEN, time.monotonic())[0] < 0.25
     await line.ended()
+
+
+def test_a_prompt_to_come_waits_for_those_that_are_not_put_off() -> None:
+    load = EngineLoad(Speeds(Limits(first=1.0)))
+    for seconds in (0.3, 0.5, 0.4):  # of which the second is put off
+        load.waiting[Waiting(10.0, seconds)] = None
+    assert load.wait_seconds(0.1, 10.0) == (pytest.approx(0.7), 0)
+    assert load.wait_seconds(0.3, 10.0) == (pytest.approx(0.3), 1)  # and the third, for it
+    assert load.wait_seconds(0.6, 10.0) == (pytest.approx(1.2), 0)  # that is put off itself
 
 
 @pytest.mark.parametrize("turn_has_come", [False, True])
