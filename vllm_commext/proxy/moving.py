@@ -33,6 +33,8 @@ logger = logging.getLogger("vllm.commext.proxy")
 MAX_MOVES = 8
 """Streams for which another engine is prepared at a time; others go on meanwhile."""
 PREPARE_SECONDS = 60.0
+BESIDE_SECONDS = 5.0
+"""For which two engines answer at most."""
 
 
 class Steps(Protocol):
@@ -54,7 +56,8 @@ class Steps(Protocol):
 class Mover:
     """Has one stream leave its engine when that drains. It is tried once an engine.
 
-    stop: has the stream stop where `move` is to be called. turns: of `MAX_MOVES`.
+    stop: has the stream stop where `move` is to be called. pace: has the client get the engine's
+    events at half their pace, or no more. turns: of `MAX_MOVES`.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Mover:
         self._turns = turns
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
+        self._beside: Opened | None = None
         self.stop: Callable[[], None] = lambda: None
+        self.pace: Callable[[bool], None] = lambda is_on: None
 
     def watch(self, opened: Opened) -> None:
         """Leave the engine that answers once it drains."""
@@ -92,6 +97,9 @@ class Mover:
         if self._task is not None:
             await end_tasks([self._task])
             self._task = None
+            if self._beside is not None:
+                self._beside.close()
+                self._beside = None
             self._steps.release(self._attempts, self._outcome.request_id)
 
     def _forget(self) -> None:
@@ -110,6 +118,8 @@ class Mover:
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         if result is None:
+            if self._attempts.prefilled is None:
+                await self._answer_beside()
             self.stop()
         else:
             self._steps.release(self._attempts, self._outcome.request_id)
@@ -187,6 +197,47 @@ class Mover:
             opened.close()
         return result, opened.engine
 
+    async def _answer_beside(self) -> None:
+        """Have the other engine tell as much as the client has, who goes on meanwhile. Where it
+        does not, the stream stops first."""
+        attempts, transcript = self._attempts, self._attempts.transcript
+        assert transcript is not None  # as those that were prepared have
+        opened = None
+        self.pace(True)
+        try:
+            async with asyncio.timeout(min(BESIDE_SECONDS, self._config.move_pause_seconds)):
+                opened = await self._steps.second_step(attempts, replace(self._outcome))
+                transcript.settle()
+                trial = transcript.trial()
+                result = await self._caught_up(opened, trial, may_begin_anew=self._may_begin_anew())
+                while result is Resume.RESUMED and _is_short(trial, transcript):
+                    if not (piece := await self._read(opened)) or opened.cutter is None:
+                        break
+                    events = opened.cutter.feed(piece)
+                    opened.first += events
+                    trial.pass_on(events)
+                else:
+                    self._beside = opened if result is Resume.RESUMED else None
+        except (ProxyError, TimeoutError) as error:
+            logger.info("request %s stops to be moved: %s", self._outcome.request_id, error)
+        finally:
+            if self._beside is None:
+                self.pace(False)
+                if opened is not None:
+                    opened.close()
+
+    def _told_beside(self) -> Opened | None:
+        """The engine that answers beside, where it has told what the client has."""
+        opened, self._beside, transcript = self._beside, None, self._attempts.transcript
+        if opened is None or transcript is None:
+            return None
+        trial = transcript.trial()
+        trial.pass_on(opened.first)
+        if trial.has_failed or trial.refusal is not None or trial.is_behind:
+            opened.close()
+            return None
+        return opened
+
     def _may_begin_anew(self) -> bool:
         """To begin anew takes about as long as it has taken so far."""
         return self._outcome.seconds <= self._config.move_pause_seconds
@@ -194,12 +245,15 @@ class Mover:
     async def move(self) -> Opened:
         """The rest of a stream that has stopped: another engine's, or else its own's."""
         attempts, began = self._attempts, time.monotonic()
-        old, transcript, opened = attempts.opened, attempts.transcript, None
+        old, transcript = attempts.opened, attempts.transcript
         assert old is not None  # it has been stopped
         assert transcript is not None  # as those that stop have
         result = attempts.staying() or Resume.FAILED
+        opened = self._told_beside()
         try:
-            if result is Resume.FAILED:
+            if opened is not None and result is Resume.FAILED:
+                result, self._outcome.decode = Resume.RESUMED, opened.engine.name
+            elif result is Resume.FAILED:
                 async with asyncio.timeout(self._config.move_pause_seconds):
                     opened = await self._steps.second_step(attempts, self._outcome)
                     attempts.prefilled = None
@@ -252,3 +306,12 @@ class Mover:
         engine, seconds = opened.engine, self._config.decode_idle_timeout_seconds
         with failures_of(engine, seconds, self._attempts.losses), Deadline(seconds, engine.on_lost):
             return await opened.response.content.readany()
+
+
+def _is_short(trial: Transcript, transcript: Transcript) -> bool:
+    """Whether the trial has not as much as the client."""
+    return (
+        trial.settle() is None
+        and transcript.settle() is None
+        and (trial.num_tokens < transcript.num_tokens)
+    )

@@ -49,6 +49,10 @@ class _GivenUpError(Exception):
     """The engine says in a stream that it has given it up, or another one continues otherwise."""
 
 
+PACE = 2.0
+"""Times an engine's own pace, between events that are held back."""
+_GAIN = 0.1
+_END = b"\n\n"
 LEFT = "left"
 """Kind of the failure of a stream that has been told to leave its engine, and can go on there."""
 Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
@@ -84,7 +88,12 @@ class Relay:
         self._is_engines_turn = False
         self._watch: StreamWatch | None = None
         self._leaves = False
+        self._is_paced, self._later, self._gap = False, b"", 0.0
         self.has_sent_end = False
+
+    def pace(self, is_on: bool) -> None:
+        """Hold events back, so that they come at half the engine's pace, or no more."""
+        self._is_paced = is_on
 
     def leave(self) -> None:
         """Stop once the client has what has come, and go on as *resuming* says."""
@@ -121,7 +130,7 @@ class Relay:
         except EngineLostError as error:
             return failure_of(self._opened.engine, error, idle_seconds, self._lost())
         except LeftError:
-            self._leaves, self._opened.first = False, b""
+            self._leaves, self._opened.first = False, self._later
             return ProxyError(503, LEFT, f"{self._opened.engine.name} drains")
         except _UnfinishedError:
             return bad_answer(self._opened.engine, "a stream without the event that ends it")
@@ -136,7 +145,7 @@ class Relay:
             logger.exception("unexpected error in the midst of an answer")
             return ProxyError(500, "internal", "unexpected error; see the proxy's log")
         finally:
-            self._watch = None
+            self._watch, self._is_paced, self._later = None, False, b""
         return None
 
     def _lost(self) -> Losses:
@@ -167,6 +176,11 @@ class Relay:
             watch.reading()
             if self._leaves:
                 raise LeftError
+            if self._later:
+                ready = await self._next_later()
+                self._is_engines_turn = False
+                watch.writing()
+                continue
             piece = await read()
             is_open = bool(piece)
             self._is_engines_turn = False
@@ -175,9 +189,13 @@ class Relay:
                 ready = piece
             elif piece:
                 ready = cutter.feed(piece)
-                on_gap(watch.since - arrived)
                 if answer is not None:
                     answer.go_on(piece.count(b"\n\n"), watch.since)
+                if self._is_paced:  # when it came is not known
+                    ready, self._later = b"", ready
+                else:
+                    on_gap(watch.since - arrived)
+                    self._gap += _GAIN * (watch.since - arrived - self._gap)
                 arrived = watch.since
             else:
                 ready = cutter.rest()
@@ -185,6 +203,16 @@ class Relay:
                 if self._opened.has_end and not is_end:
                     raise _UnfinishedError
         await response.write_eof()
+
+    async def _next_later(self) -> bytes:
+        """The next event that was held back, after its time; all, if no more are."""
+        if self._is_paced:
+            await asyncio.sleep(PACE * self._gap)
+        if not self._is_paced:
+            ready, self._later = self._later, b""
+            return ready
+        event, _, self._later = self._later.partition(_END)
+        return event + _END
 
     def _begin(self, extra_headers: Mapping[str, str]) -> web.StreamResponse:
         upstream = self._opened.response

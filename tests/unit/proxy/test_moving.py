@@ -270,3 +270,99 @@ async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> No
             first.drains = True
             got += await response.read()
         assert (Told(got).text, Told(got).resumed) == ("abcd", [1])
+
+
+class Beside(Engines):
+    """The first engine says one token each time it is let on; the other one repeats what it is
+    told, and goes on once the client has more than that, with *answers* in turn."""
+
+    def __init__(self, *answers: Sequence[tuple[int, str]]) -> None:
+        super().__init__(COMPLETIONS)
+        self.answers = list(answers)
+        self.is_on = asyncio.Semaphore(0)
+        self.has_more = asyncio.Event()
+
+    async def first(self, call: Any) -> None:
+        if is_repeated(call):
+            await super().first(call)
+            return
+        await call.begin_stream()
+        for number, token in enumerate(ANSWERED, 1):
+            if number > 2:
+                await self.is_on.acquire()
+            end = "stop" if number == len(ANSWERED) else None
+            await call.chunk(event(0, self.path, [token], end))
+        await call.chunk(DONE)
+        await call.end_stream()
+
+    async def second(self, call: Any) -> None:
+        if "max_tokens" not in call.body:
+            self.is_on.release()
+            await self.has_more.wait()
+            self.answer = self.answers.pop(0)
+        await super().second(call)
+
+
+async def paced(cluster: Any, engines: Beside) -> Told:
+    """What a client gets whose engine is drained once it has two tokens, and which gets one more
+    while the other engine is asked."""
+    cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
+    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+        got = b""
+        while got.count(b"\n\n") < 3:
+            got += await response.content.readany()
+            if got.count(b"\n\n") == 2:
+                cluster.proxy.registry.drain(frozenset((cluster.decode[0].url,)))
+        engines.has_more.set()
+        got += await response.read()
+    await cluster.idle()
+    return Told(got)
+
+
+async def test_the_client_goes_on_while_the_other_engine_is_asked(kit: Any) -> None:
+    engines = Beside(ANSWERED)
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, COMPUTED)
+        got = await paced(cluster, engines)
+        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
+        told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
+        assert told == [[1, 2], [1, 2]]
+        assert 'moves_total{result="resumed"} 1.0' in await cluster.metrics()
+
+
+async def test_an_answer_that_goes_on_otherwise_there_stops_first(kit: Any) -> None:
+    """The client has what the first engine said meanwhile, and of the other's answer to that the
+    rest."""
+    otherwise = [*ANSWERED[:2], (8, "x"), (9, "y")]
+    engines = Beside(otherwise, [*ANSWERED[:3], (7, "z")])
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, COMPUTED)
+        got = await paced(cluster, engines)
+        assert (got.text, got.is_whole, got.resumed) == ("abcz", True, [1])
+        told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
+        assert told == [[1, 2], [1, 2], [1, 2, 3]]
+
+
+async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
+    engines = Beside()
+    async with kit.cluster(num_decode=2, move_pause_seconds=0.5) as cluster:
+        tell(cluster, COMPUTED)
+        first, second = cluster.decode
+
+        async def hangs(call: Any) -> None:
+            if "max_tokens" in call.body:
+                await engines.second(call)
+                return
+            engines.is_on.release()
+            engines.is_on.release()
+            await kit.hanging(call)
+
+        first.behave, second.behave = engines.first, hangs
+        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+            got = await response.content.readany()
+            while got.count(b"\n\n") < 2:
+                got += await response.content.readany()
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            got = Told(got + await response.read())
+        await cluster.idle()
+        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
