@@ -20,26 +20,26 @@ DIRECT = "direct"
 MAX_LOST = 2
 """Engines that one request may lose in one step: it may be what ends them, so it is tried at no
 further one. One of each step may have been lost with their host."""
-MIN_PROGRESS = 16
-"""Tokens by which an answer has to outlive the loss of an engine for the request not to be what has
-ended that one."""
+MIN_APART = 8
+"""Tokens between the places of an answer where two engines were lost that one request has not
+ended: it does the same at each, whether that goes on with the answer or begins it anew."""
 
 
 @dataclass
 class Losses:
     """The engines that one request has lost: their connections have broken, or they have died.
 
-    engines: of each its step and its name. num_tokens: of the answer when the last was lost.
+    engines: of each its step and its name. place: tokens that the last had told of the answer.
     """
 
     engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    num_tokens: int = 0
+    place: int = 0
 
-    def outlive(self, num_tokens: int) -> None:
-        """The answer has got to *num_tokens*: forget the engines that were lost well before."""
-        if num_tokens >= self.num_tokens + MIN_PROGRESS:
+    def break_off(self, place: int) -> None:
+        """An engine has told so many tokens of the answer: forget those lost at another place."""
+        if place and abs(place - self.place) >= MIN_APART:
             self.engines.clear()
-        self.num_tokens = num_tokens
+        self.place = place
 
     def note(self, error: "ProxyError") -> "ProxyError":
         """Note *error* of an engine that is lost; returns what it means for the request."""

@@ -149,10 +149,10 @@ class Relay:
         return None
 
     def _lost(self) -> Losses:
-        """The request's losses, of which those are forgotten that the answer has outlived."""
+        """The request's losses, without those at another place of the answer."""
         if self._transcript is not None:
             self._transcript.settle()
-            self._losses.outlive(self._transcript.num_tokens)
+            self._losses.break_off(self._transcript.place)
         return self._losses
 
     async def _pass_on(self, response: web.StreamResponse, watch: StreamWatch) -> None:

@@ -60,6 +60,11 @@ class Replay:
     def is_over(self) -> bool:
         return not self._ids and not any(self._texts.values())
 
+    @property
+    def num_left(self) -> int:
+        """Tokens."""
+        return len(self._ids)
+
     def new_ids(self, ids: list[int]) -> list[int]:
         """Those of *ids* that the client has not."""
         count = min(len(ids), len(self._ids))

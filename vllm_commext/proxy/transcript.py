@@ -115,6 +115,11 @@ class Transcript:
         return len(self._ids)
 
     @property
+    def place(self) -> int:
+        """Tokens of what has been settled that this engine has told, or repeated."""
+        return len(self._ids) - (self._replay.num_left if self._replay is not None else 0)
+
+    @property
     def has_finished(self) -> bool:
         return self._has_finished
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.outcome import MIN_PROGRESS
+from vllm_commext.proxy.outcome import MIN_APART
 from vllm_commext.proxy.resume import Resume, Room, refusal
 from vllm_commext.proxy.transcript import Transcript, without_prompt
 
@@ -413,13 +413,16 @@ async def test_a_stream_that_loses_an_engine_of_each_role_goes_on(kit: Any) -> N
         assert sum(len(one.calls) for one in cluster.prefill) == 3
 
 
-async def test_a_stream_outlives_each_engine_that_has_gone_on_with_it(kit: Any) -> None:
-    words = [[(number, f"w{number} ")] for number in range(4 * MIN_PROGRESS)]
+@pytest.mark.parametrize("places", [(1, 2, 3), (5, 3, 1)], ids=["further on", "while repeating"])
+async def test_a_stream_outlives_engines_that_are_lost_at_other_places(
+    kit: Any, places: Sequence[int]
+) -> None:
+    words = [[(number, f"w{number} ")] for number in range(6 * MIN_APART)]
     async with kit.cluster(num_decode=4) as cluster:
         for number, engine in enumerate(cluster.decode):
             events = stream(number, COMPLETIONS, words)
-            is_last = number == 3
-            most = None if is_last else (number + 1) * MIN_PROGRESS
+            is_last = number == len(places)
+            most = None if is_last else places[number] * MIN_APART
             engine.behave = answering(events[:most], ends=is_last)
         async with cluster.post({"prompt": "hello", "stream": True}) as response:
             got = await response.read()
