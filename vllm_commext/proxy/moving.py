@@ -4,9 +4,11 @@ While the old engine goes on, the new one gets what it has computed, by a reques
 more. Where decode engines offer blocks to one another, the old one is asked the same first, which
 costs it a step, since its prefix cache has all of it, and puts it on offer. Else a prefill engine
 computes the prompt, and the new one the answer so far; an engine that caches no prefixes gets
-nothing ahead. Then the stream stops at the end of an event, and the request is served as after the
-engine's death. The old engine is let go when the new one has repeated what the client has; until
-then the stream can go on where it was.
+nothing ahead. Then the new engine answers beside the old one, whose events the client gets more
+slowly, until the new one has told as much as the client has. What is drawn without a seed goes on
+otherwise there: then, and where nothing was cached, the stream stops first, at the end of an event,
+and the request is served as after the engine's death. The old engine is let go when the new one has
+repeated what the client has; until then the stream can go on where it was.
 """
 
 import asyncio
@@ -57,7 +59,7 @@ class Mover:
     """Has one stream leave its engine when that drains. It is tried once an engine.
 
     stop: has the stream stop where `move` is to be called. pace: has the client get the engine's
-    events at half their pace, or no more. turns: of `MAX_MOVES`.
+    events more slowly, or no more. turns: of `MAX_MOVES`.
     """
 
     def __init__(

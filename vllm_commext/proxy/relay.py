@@ -49,8 +49,8 @@ class _GivenUpError(Exception):
     """The engine says in a stream that it has given it up, or another one continues otherwise."""
 
 
-PACE = 2.0
-"""Times an engine's own pace, between events that are held back."""
+PACE = 1.5
+"""Between events that are held back, times what is between the engine's."""
 _GAIN = 0.1
 _END = b"\n\n"
 LEFT = "left"
@@ -92,7 +92,7 @@ class Relay:
         self.has_sent_end = False
 
     def pace(self, is_on: bool) -> None:
-        """Hold events back, so that they come at half the engine's pace, or no more."""
+        """Hold events back, so that they come more slowly, or no more."""
         self._is_paced = is_on
 
     def leave(self) -> None:
