@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -39,10 +41,11 @@ NUM_RESTARTS = 50 if os.environ.get("COMMEXT_TEST_LONG") else 22
 NUM_BEFORE = 12
 """Restarts until NIXL and the interpreter have allocated most of what they use again."""
 CLOSE_WAIT = "08"
-MAX_BYTES = 256 << 10
+MAX_BYTES = 64 << 10
 MAX_BLOCKS = 300
-"""Bytes of the C heap and blocks of the interpreter's heap for a restart.  Measured: 3 KiB in NIXL
-and UCX, besides up to three steps of 400 KiB in which their pools grow, and 19 blocks."""
+"""Bytes of the C heap that a restart may leave, by the median, and blocks of the interpreter's
+heap, by the mean.  Measured: -17 to 17 KiB in NIXL and UCX, whose pools grow, besides, in the first
+15 restarts, at a few of them by up to 4 MiB; and 19 blocks."""
 FEW = 5
 """Threads and file descriptors that NIXL and the interpreter may have got late; a leak has one for
 each restart."""
@@ -143,6 +146,22 @@ def held(survivor: Any) -> dict[str, int]:
     }
 
 
+def each_leaves(heap: Sequence[int]) -> float:
+    """Bytes that a restart leaves, given those in use after each; a pool that grows now and then is
+    none, as a leak is there at each of them."""
+    return median(after - before for before, after in pairwise(heap))
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_what_each_restart_leaves_is_told_from_pools_that_grow(leaks: bool) -> None:
+    kept: list[bytes] = []
+    heap = [heap_bytes()]
+    for number in range(10):
+        kept.append(bytes(4 << 20 if number % 3 == 0 else 2 * MAX_BYTES * leaks))
+        heap.append(heap_bytes())
+    assert (each_leaves(heap) > MAX_BYTES) == leaks
+
+
 def allowed(before: dict[str, int]) -> dict[str, int]:
     """What the survivor may hold at the end, by kind, given what it held ``before``."""
     late = {"threads": FEW, "file descriptors": FEW}
@@ -164,12 +183,16 @@ def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
     survivor = make_engine("survivor", seed=2, serve=True, num_threads=4)
     following = spawner.start(survivor, "start-0")
     kinds: list[dict[str, int]] = []
-    memory: list[tuple[int, int]] = []
+    heap: list[int] = []
+    blocks: list[int] = []
     for number in range(NUM_RESTARTS + 1):
         peer = following
         peer.serve()
         survivor.thread.submit(Hold(peer.incarnation, 600.0))
         survivor.wait(lambda name=peer.incarnation: name in survivor.collect().sent)
+        if number >= NUM_BEFORE:  # only one peer is there
+            gc.collect()
+            heap.append(heap_bytes())
         # The next one starts and reads meanwhile: that takes longest.
         following = spawner.start(survivor, f"start-{number + 1}")
         assert_works(survivor, peer, f"read-{number}")
@@ -185,11 +208,9 @@ def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
                 wait_until(lambda: not num_half_closed(), "NIXL to close what it had to")
                 kinds.append(held(survivor))
             gc.collect()
-            memory.append((heap_bytes(), sys.getallocatedblocks()))
+            blocks.append(sys.getallocatedblocks())
         if number < NUM_RESTARTS:
             peer.kill()
-    grown = [after - before for before, after in zip(*memory, strict=True)]
-    num_restarts = NUM_RESTARTS - NUM_BEFORE
-    assert grown[0] <= num_restarts * MAX_BYTES
-    assert grown[1] <= num_restarts * MAX_BLOCKS
+    assert each_leaves(heap) <= MAX_BYTES
+    assert blocks[1] - blocks[0] <= (NUM_RESTARTS - NUM_BEFORE) * MAX_BLOCKS
     assert kinds[0]["peers"] == kinds[0]["connections"] == kinds[0]["agents"] == 1
