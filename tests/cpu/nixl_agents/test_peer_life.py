@@ -242,10 +242,13 @@ def test_few_agents_are_kept_for_peers_that_may_be_needed_again(
 def test_the_peer_that_was_needed_least_recently_makes_room(make_engine: MakeEngine) -> None:
     decode = make_engine("d", seed=2, max_peers=2)
     peers = [make_engine(f"p{number}", seed=number, serve=True) for number in range(3)]
-    known = decode.thread._loader._peers._peers
+    loader = decode.thread._loader
+    known = loader._peers._peers
     for turn, number in enumerate((0, 1, 0, 2, 0, 1)):
         assert_works(decode, peers[number], f"r{turn}")
-        # A load is reported before its peer is let go, which alone can make room.
-        wait_until(lambda: all(peer.is_idle for peer in list(known.values())), "the releases")
+        # A load is reported before its peer is let go, which alone can make room, and released
+        # later, for which the peer is needed once more.
+        wait_until(lambda: not len(loader.uses), "the release")
+        wait_until(lambda: all(peer.is_idle for peer in list(known.values())), "nothing under way")
         assert sum(states(decode).values()) == min(turn + 1, 2)
     assert len(decode.recorded["handshake_seconds"]) == 4
