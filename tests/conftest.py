@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis") is not None:  # the GPU layer does without
         from hypothesis import HealthCheck, settings
 
-        many = 400 if os.environ.get("COMMEXT_TEST_LONG") else 50
+        many = 400 if os.environ.get("COMMEXT_TEST_LONG") else 30
         patient = settings(
             deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=many
         )

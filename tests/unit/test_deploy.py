@@ -3,12 +3,12 @@
 Neither a Docker daemon nor a cluster is needed, so none of it is shown to run.
 """
 
+import functools
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,10 @@ def test_what_the_dockerfile_copies_is_enough_for_the_wheel(tmp_path: Path) -> N
     assert "-cp310-abi3-linux" in wheel.name
 
 
-def documents() -> Iterator[dict[str, Any]]:
-    for path in MANIFESTS:
-        yield from yaml.safe_load_all(path.read_text())
+@functools.cache
+def documents() -> list[dict[str, Any]]:
+    """Of all manifests."""
+    return [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text())]
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:

@@ -4,9 +4,10 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from vllm_commext.nixl.prefill.fence import (
     KEY_BYTES,
     NUM_SLOTS,
@@ -66,7 +67,7 @@ def test_a_board_that_is_armed_has_what_the_scheduler_hands_out() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.lists(st.integers(0, 2), max_size=80))
-@settings(max_examples=80)
+@examples(25)
 def test_a_reader_is_right_at_every_moment(seed: int, num_slots: int, moves: list[int]) -> None:
     """0: a prefill ends; 1: its worker replaces the nonce, after which blocks may be freed; 2: the
     scheduler hears of it.  A fence holds exactly as long as the worker has not replaced it."""

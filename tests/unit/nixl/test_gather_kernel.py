@@ -4,9 +4,10 @@ import ctypes
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import run_kernel
 from vllm_commext.gpu.nvrtc import Program
@@ -51,7 +52,7 @@ class ImmediateDevice:
     st.integers(1, 3),
     st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_every_byte_of_every_piece_and_no_other(
     rows: list[tuple[int, int, int, int]], num_blocks: int, seed: int
 ) -> None:

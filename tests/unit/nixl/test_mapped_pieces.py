@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.plan import Pairs
@@ -71,7 +72,7 @@ def reads(draw: st.DrawFn) -> tuple[UInt64Array, UInt64Array, Pairs]:
 
 
 @given(reads(), st.integers(1, 20), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@examples(50)
 def test_every_pair_is_copied_once_and_nothing_else(
     case: tuple[UInt64Array, UInt64Array, Pairs], max_pieces: int, max_runs: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_a_read_of_one_size_is_one_run_a_launch() -> None:
     st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), min_size=1, max_size=12),
     st.sampled_from([(64, 64), (64, 80), (80, 64)]),
 )
-@settings(max_examples=120, deadline=None)
+@examples(40)
 def test_neighbours_on_both_sides_count_once(
     order: list[tuple[int, int]], strides: tuple[int, int]
 ) -> None:
@@ -118,7 +119,7 @@ def test_neighbours_on_both_sides_count_once(
 
 
 @given(reads(), st.data())
-@settings(max_examples=80, deadline=None)
+@examples(25)
 def test_descriptors_go_with_their_region(
     case: tuple[UInt64Array, UInt64Array, Pairs], data: st.DataObject
 ) -> None:

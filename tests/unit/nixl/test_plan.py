@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
+from tests.kit.examples import examples
 from tests.unit.nixl.case_strategies import ORDERS, cases
 from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
 from tests.unit.nixl.planned_read import Describe, faults, release_faults, sources_of
@@ -17,7 +18,7 @@ from vllm_commext.nixl.geometry.topology import Sources
 
 
 @given(cases())
-@settings(max_examples=80)
+@examples(25)
 def test_every_byte_arrives_once_and_nothing_else_is_touched(case: Case) -> None:
     assert faults(case) == []
 

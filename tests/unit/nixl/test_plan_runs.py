@@ -1,9 +1,10 @@
 """A plan reads the longest runs of bytes that both sides have in common, whatever their layouts."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from tests.unit.nixl.case_strategies import HEADS, ORDERS, fits
 from tests.unit.nixl.cluster_cases import PAIRS
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, Table
@@ -44,7 +45,7 @@ def num_common_runs(decode: Cache, rank: int, prefill: Cache, source: int) -> in
 
 
 @given(engine_pairs())
-@settings(max_examples=150)
+@examples(50)
 def test_a_block_is_read_in_the_longest_common_runs(engines: tuple[Cache, Cache]) -> None:
     prefill, decode = engines
     for rank in range(decode.engine.tp_size):

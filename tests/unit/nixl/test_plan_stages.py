@@ -6,9 +6,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from tests.unit.nixl.case_strategies import cases
 from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, named_case
 from tests.unit.nixl.planned_read import (
@@ -82,7 +83,7 @@ def faults_of_worker(
 
 
 @given(st.data(), cases())
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_any_stages_and_ranks_read_from_any_others(data: st.DataObject, case: Case) -> None:
     theirs, ours = data.draw(stages(case.prefill)), data.draw(stages(case.decode))
     assert faults(case, theirs, ours) == []

@@ -3,9 +3,10 @@
 import threading
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.examples import examples
 from vllm_commext.nixl.metrics.recorder import (
     FAILURE_REASONS,
     Ends,
@@ -162,7 +163,7 @@ def test_all_gauges_are_taken_where_one_has_changed() -> None:
 
 
 @given(RECORDS, RECORDS)
-@settings(max_examples=50)
+@examples(20)
 def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.examples import examples
 from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, MEMO_BYTES, Encoder, decode
 
 
@@ -120,7 +121,7 @@ def test_many_buffers_go_in_band_in_the_end() -> None:
     assert back[1][299] == LARGE + bytes([299 % 256])
 
 
-@settings(max_examples=20)
+@examples(10)
 @given(
     st.recursive(
         st.one_of(

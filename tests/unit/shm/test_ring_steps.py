@@ -1,11 +1,12 @@
 """Any order of writes and reads on a ring behaves like a list for each reader."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
+from tests.kit.examples import examples
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.shm.ring import RingReader, RingWriter
 
@@ -22,7 +23,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@examples(50)
 @given(STEPS, st.sampled_from([0, 1, 5000, 64 << 10, ENOUGH]))
 def test_any_order_of_writes_and_reads_behaves_like_a_list(
     steps: list[tuple[str, object]], budget: int

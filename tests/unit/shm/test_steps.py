@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
@@ -272,7 +272,7 @@ class StepSource:
 TURNS = st.tuples(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 3), st.booleans())
 
 
-@settings(max_examples=100)
+@examples(30)
 @given(st.integers(0, 30), st.lists(TURNS, max_size=20))
 def test_requests_that_come_and_end(
     at_first: int, turns: list[tuple[list[int], int, bool]]
