@@ -41,7 +41,6 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(world_size: int, dtype: tor
     ranks = Ranks(world_size, 384 * KIB)
     large = ranks.layout.one_shot_bytes // PACK_BYTES + 1
     sizes = [1, 223, 224, 225, large, 1, large + 5 * CHUNK_PACKS // 2, numbers.randrange(1, 3000)]
-    sizes += [large + numbers.randrange(1000) if call % 2 else 3 for call in range(3)]
     kernels = [ranks.kernel(size) for size in sizes]
     assert set(kernels) == set(ranks.layout.kernels)
     inputs = random_calls(world_size, dtype, sizes, seed=world_size)
