@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         what = "removed" if args.undo else "made, in a folder that others cannot write"
         raise ConfigError(f"{file}: expected a file that can be {what}, got {error}") from error
     if args.undo:
-        print(f"{url} takes work again")
+        print(f"{file} is removed: its engine takes work again")
         return 0
     return _wait(url, args.wait, args.quiet)
 
