@@ -21,6 +21,7 @@ from tests.contract.engine_in_memory import (
     request_of,
     sliding,
 )
+from tests.kit.crossed import crossed
 from vllm_commext.compat.kv_connector import transfer_results_class
 
 MODELS = {
@@ -68,8 +69,13 @@ def engines(model: Model) -> Iterator[tuple[Engine, Engine]]:
         engine.connector.shutdown()
 
 
-@pytest.mark.parametrize("num_cached", [0, pytest.param(BLOCK, marks=pytest.mark.long), 3 * BLOCK])
-@pytest.mark.parametrize("tokens_a_step", TOKENS_A_STEP)
+@pytest.mark.parametrize(
+    ("tokens_a_step", "num_cached"),
+    [
+        *crossed(TOKENS_A_STEP, (0, 3 * BLOCK)),
+        *(pytest.param(tokens, BLOCK, marks=pytest.mark.long) for tokens in TOKENS_A_STEP),
+    ],
+)
 def test_what_is_computed_after_a_load_starts_from_what_a_single_engine_has(
     engines: tuple[Engine, Engine], tokens_a_step: int, num_cached: int
 ) -> None:
