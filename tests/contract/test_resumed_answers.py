@@ -16,6 +16,7 @@ from tests.contract.scheduled_core import (
     prefilled,
     request_of,
 )
+from tests.kit.crossed import crossed
 from vllm_commext.nixl.reasons import FirstToken
 
 pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
@@ -54,8 +55,9 @@ ENDS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+@pytest.mark.parametrize(
+    ("role", "is_async"), crossed(["kv_consumer", "kv_producer", "kv_both"], [False, True])
+)
 @pytest.mark.parametrize("case", ENDS)
 def test_the_answer_goes_on(make_core: MakeCore, case: str, role: str, is_async: bool) -> None:
     """Whether the prompt is read or computed here, it is computed once, and so is the answer."""

@@ -31,6 +31,7 @@ from tests.contract.engine_in_memory import (
     request_of,
     sliding,
 )
+from tests.kit.crossed import crossed
 from tests.kit.stream_requests import step
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.config import ConnectorConfig
@@ -237,8 +238,9 @@ def _decode(model: Model) -> Iterator[Engine]:
     made.connector.shutdown()
 
 
-@pytest.mark.parametrize("preempted", [False, True], ids=["", "preempted"])
-@pytest.mark.parametrize("tokens_a_step", [BLOCK, 3, 2 * BLOCK])
+@pytest.mark.parametrize(
+    ("tokens_a_step", "preempted"), crossed([BLOCK, 3, 2 * BLOCK], [False, True])
+)
 def test_what_is_computed_after_a_streamed_load_starts_from_what_a_single_engine_has(
     source: Source, decode: Engine, tokens_a_step: int, preempted: bool
 ) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
+from tests.kit.crossed import crossed
 from tests.kit.examples import examples
 from tests.unit.nixl.case_strategies import ORDERS, cases
 from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
@@ -24,8 +25,7 @@ def test_every_byte_arrives_once_and_nothing_else_is_touched(case: Case) -> None
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
-@pytest.mark.parametrize("sizes", PAIRS, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sizes"), crossed(list(MODELS), PAIRS))
 def test_models_of_every_kind(name: str, sizes: tuple[int, int], alike: bool) -> None:
     assert faults(named_case(name, sizes, alike=alike, num_requests=2)) == []
 

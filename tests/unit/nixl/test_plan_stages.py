@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.crossed import crossed
 from tests.kit.examples import examples
 from tests.unit.nixl.case_strategies import cases
 from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, named_case
@@ -89,8 +90,9 @@ def test_any_stages_and_ranks_read_from_any_others(data: st.DataObject, case: Ca
     assert faults(case, theirs, ours) == []
 
 
-@pytest.mark.parametrize("sizes", PAIRS, ids=lambda sizes: f"{sizes[0]}:{sizes[1]}")
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "one head"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), crossed([name for name in MODELS if name != "one head"], PAIRS)
+)
 def test_uneven_stages_of_models_of_every_kind(name: str, sizes: tuple[int, int]) -> None:
     case = named_case(name, sizes, alike=False)
     names = names_of(case.prefill)
