@@ -116,7 +116,6 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 INLINE_MAKE = re.compile(r"`make ([a-z][a-z-]*)")
 INLINE_COMMEXT = re.compile(r"`vllm-commext ([a-z]+)")
 ALL = [command for path in documents() for command in commands(path)]
-by_place = pytest.mark.parametrize("command", ALL, ids=lambda command: command.place)
 
 
 def called(command: Command) -> str:
@@ -132,8 +131,7 @@ def coverage(command: Command) -> str:
     return next((what for pattern, what in COVERAGE if re.match(pattern, text)), "")
 
 
-@by_place
-def test_a_command_is_run_by_a_test_or_named_as_not_run(command: Command) -> None:
+def assert_run_by_a_test_or_named_as_not_run(command: Command) -> None:
     assert coverage(command), f"{command.text}: add it to COVERAGE, with its test or the reason"
 
 
@@ -164,8 +162,7 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
 
 
-@by_place
-def test_targets_and_variables_of_make_are_in_the_makefile(command: Command) -> None:
+def assert_targets_and_variables_in_the_makefile(command: Command) -> None:
     if command.words[0] != "make":
         return
     variables = [word.partition("=")[0] for word in command.words[1:] if "=" in word]
@@ -178,8 +175,7 @@ def parse_with_the_real_parser(words: list[str]) -> argparse.Namespace:
     return main._build_parser(main.COMMANDS).parse_args(words)
 
 
-@by_place
-def test_our_own_commands_parse(command: Command) -> None:
+def assert_our_own_parse(command: Command) -> None:
     words = list(command.words)
     if words[0] == "vllm-commext":
         parse_with_the_real_parser(words[1:])
@@ -187,8 +183,7 @@ def test_our_own_commands_parse(command: Command) -> None:
         demo.parser().parse_args(words[1:])
 
 
-@by_place
-def test_scripts_are_there_and_know_their_options(command: Command) -> None:
+def assert_scripts_know_their_options(command: Command) -> None:
     words = called(command).split()
     if words[0].endswith(".sh"):
         script = ROOT / words[0]
@@ -210,8 +205,7 @@ def sources_of(script: Path) -> list[Path]:
     return [script, *script.parent.glob("*/*.py"), *filter(Path.exists, imported)]
 
 
-@by_place
-def test_variables_that_are_set_exist(command: Command) -> None:
+def assert_variables_exist(command: Command) -> None:
     choices = {toggle.name: toggle.choices for toggle in TOGGLES}
     script = ROOT / called(command).split()[0]
     text = script.read_text() if script.suffix == ".sh" else ""
@@ -223,8 +217,7 @@ def test_variables_that_are_set_exist(command: Command) -> None:
             assert is_known or re.search(rf"\b{name}\b", text), f"nobody reads {name}"
 
 
-@by_place
-def test_the_connectors_configuration_is_one_that_it_takes(command: Command) -> None:
+def assert_configuration_is_taken(command: Command) -> None:
     words = list(command.words)
     if "--kv-transfer-config" not in words:
         return
@@ -232,6 +225,16 @@ def test_the_connectors_configuration_is_one_that_it_takes(command: Command) -> 
     assert given["kv_connector"] in (CONNECTOR_NAME, "NixlConnector")
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     assert set(given.get("kv_connector_extra_config", {})) <= set(KNOWN_KEYS)
+
+
+@pytest.mark.parametrize("command", ALL, ids=lambda command: command.place)
+def test_a_command_is_covered_and_true_of_what_it_calls(command: Command) -> None:
+    assert_run_by_a_test_or_named_as_not_run(command)
+    assert_targets_and_variables_in_the_makefile(command)
+    assert_our_own_parse(command)
+    assert_scripts_know_their_options(command)
+    assert_variables_exist(command)
+    assert_configuration_is_taken(command)
 
 
 @functools.cache
