@@ -143,27 +143,9 @@ class Engine:
         stride_bytes = stride_bytes or block_bytes + GAP_BYTES
         self.memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
-        addresses = {name: row.ctypes.data for name, row in zip(names, self.memory, strict=True)}
         geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes)
-        self.layout = CacheLayout(
-            tp_size=rank.size,
-            tp_rank=rank.index,
-            num_blocks=num_blocks,
-            groups=[Group(FULL, BLOCK_SIZE)],
-            families=[
-                Family(0, sorted(addresses), [addresses[n] for n in sorted(addresses)], geometry)
-            ],
-        )
-        self.config = ConnectorConfig(
-            side_channel_host=HOST,
-            side_channel_port=self.port,
-            **{
-                "num_threads": 1,
-                "handshake_timeout": PATIENCE_SECONDS,
-                "require_fence": False,
-                **settings,
-            },
-        )
+        self.layout = _layout(self.memory, names, rank, geometry)
+        self.config = _config(self.port, settings)
         progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
         self.agent = NixlAgent(self.config)
@@ -259,6 +241,23 @@ class Engine:
             mapped=self.offer,
             **self.tables.described(),
         )
+
+
+def _layout(
+    memory: Sequence[Bytes], names: Sequence[str], rank: Rank, geometry: AttentionGeometry
+) -> CacheLayout:
+    """Of a worker that holds a row of memory for each of these layers."""
+    addresses = {name: row.ctypes.data for name, row in zip(names, memory, strict=True)}
+    held = Family(0, sorted(addresses), [addresses[n] for n in sorted(addresses)], geometry)
+    groups = [Group(FULL, BLOCK_SIZE)]
+    return CacheLayout(rank.size, rank.index, geometry.num_rows, groups, families=[held])
+
+
+def _config(port: int, settings: dict[str, Any]) -> ConnectorConfig:
+    """With a side channel at *port*, the rest by default or as in *settings*."""
+    defaults = {"num_threads": 1, "handshake_timeout": PATIENCE_SECONDS, "require_fence": False}
+    places = {"side_channel_host": HOST, "side_channel_port": port}
+    return ConnectorConfig(**places, **{**defaults, **settings})
 
 
 def _geometry(
