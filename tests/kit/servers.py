@@ -49,6 +49,10 @@ CPU_ENVIRON: dict[str, str] = {
     "UCX_NET_DEVICES": "lo",
 }
 
+# vLLM 0.33 gives each engine of data parallelism a NUMA node of its own, and has an IndexError
+# where there are fewer; with this variable at all it takes those that there are.
+ANY_NODE: Mapping[str, str] = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
+
 # No multicast object, neither ours nor vLLM's: one that is left behind can take a machine's GPUs
 # down.
 NO_MULTICAST: Mapping[str, str] = {
@@ -304,6 +308,8 @@ class VllmServer(Server):
         if kv_transfer_config is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
         base = CPU_ENVIRON if base_environ is None else base_environ
+        if base is CPU_ENVIRON and "--data-parallel-size" in args:
+            base = {**base, **ANY_NODE}
         super().__init__(
             name,
             [*command, *args],
