@@ -62,6 +62,11 @@ class ConnectorConfig:
         mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
             through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
             See ``mapped``.
+        gathered_reads: where a cache cannot be mapped, have the prefill worker pack small pieces
+            into staging memory and read that; on both sides. See ``gathered``.
+        gather_slots: slots of staging memory, of packed pieces and of read ones each.
+        gather_slot_bytes: size of a slot, a multiple of 1 MiB.
+        gather_min_pieces: a read of fewer pieces is left to NIXL: to ask takes longer.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.
     """
@@ -84,6 +89,10 @@ class ConnectorConfig:
     max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
     mapped_reads: str = DEFAULT_MAPPED_READS
+    gathered_reads: bool = False
+    gather_slots: int = 4
+    gather_slot_bytes: int = 64 << 20
+    gather_min_pieces: int = 128
     transport_probe: bool = True
     first_token_from_prefill: bool = True
     stream_chunks: bool = True
@@ -123,8 +132,14 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
     if key == "num_threads":
         return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
-    if key in ("max_peers", "max_bytes_in_flight"):
+    if key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces"):
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
+    if key == "gather_slots":
+        in_range = _is_int(value) and 2 <= value <= 16
+        return _expect(key, value, in_range, "an integer from 2 to 16", int)
+    if key == "gather_slot_bytes":
+        good = _is_int(value) and 0 < value <= 1 << 30 and value % (1 << 20) == 0
+        return _expect(key, value, good, "a multiple of 1048576 up to 1073741824", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)

@@ -14,6 +14,7 @@ from typing import TypeVar
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.loader import Loader
+from vllm_commext.nixl.gathered.packer import Packer
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
@@ -91,7 +92,11 @@ class TransferThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.outcomes = CompletionQueue()
         self._loader = Loader(agent, config, local, recorder, self.outcomes, probe)
-        self._lease_manager = LeaseManager(agent, local.tables, config, recorder, self.outcomes)
+        self._gathering = local.gathering
+        self._packer = Packer(local, recorder)
+        self._lease_manager = LeaseManager(
+            agent, local.tables, config, recorder, self.outcomes, self._packer.take
+        )
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder
@@ -123,10 +128,10 @@ class TransferThread:
             logger.exception("the transfer thread could not be set up; no load will be tried")
             self._loader.uses.refuse_all(error)
         while self._guard("commands", self._take_commands, lost=True):
-            if time.monotonic() >= self._next_turn:
-                self._turn()
-            else:
+            if time.monotonic() < self._next_turn:
                 self._guard("notifications", self._lease_manager.take_notifications, lost=None)
+            if len(self._packer) or time.monotonic() >= self._next_turn:
+                self._turn()
         self._guard("close", self._close, lost=None)
 
     def _turn(self) -> None:
@@ -136,6 +141,7 @@ class TransferThread:
         progressed = self._guard("loads", self._loader.poll, lost=False)
         self._guard("notifications", self._lease_manager.take_notifications, lost=None)
         self._guard("leases", self._lease_manager.end_leases, lost=None)
+        self._guard("packing", lambda: self._packer.poll(self._lease_manager.held), lost=None)
         under_way = self._wait_under_way(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
         only_holds = under_way is None and len(self._lease_manager) > 0
@@ -163,6 +169,8 @@ class TransferThread:
 
     def _wait_under_way(self, progressed: bool) -> float | None:
         """Until the next look at what is under way; None where nothing is."""
+        if len(self._packer):
+            return BUSY_WAIT_SECONDS
         if self._loader.num_reads:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
@@ -175,7 +183,7 @@ class TransferThread:
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""
         if len(self._lease_manager):
-            return LEASED_WAIT_SECONDS
+            return self._packer.wait_seconds if self._packer.is_on else LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
     def _num_launched(self) -> int:
@@ -219,6 +227,8 @@ class TransferThread:
             logger.warning("%d reads are still under way at the end", self._loader.num_reads)
             return
         self._loader.close()
+        if self._gathering is not None and not self._packer.num_packing:
+            self._gathering.close(self._agent)
         if self._mapper is not None:
             self._mapper.close()
         self._agent.close()

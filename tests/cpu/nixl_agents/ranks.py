@@ -40,7 +40,7 @@ class PeerProcess:
     """A prefill worker in its own process, which can be stopped, continued and killed; its side
     channel, where it ``serves`` one, is in this process, so that it answers all the while, or with
     ``whole`` in its own, so that it ends with it.  Of a prompt, ``num_computed`` blocks are
-    computed."""
+    computed.  One that ``gathers`` packs them for readers."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class PeerProcess:
         serve: bool = True,
         whole: bool = False,
         num_computed: int = 0,
+        gathers: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -62,7 +63,7 @@ class PeerProcess:
         stride_bytes = num_heads // rank.size * HEAD_BYTES + GAP_BYTES
         self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
         numbers = (seed, num_blocks, num_heads, rank.size, rank.index, self.port if whole else 0)
-        numbers += (num_computed,)
+        numbers += (num_computed, int(gathers))
         arguments = [engine_id, self.incarnation, *map(str, numbers)]
         program = {"code": PROGRAM.read_text(), "arguments": arguments}
         reader, writer = os.pipe()
@@ -124,6 +125,7 @@ class Ranks:
         apart: ranks that run in processes of their own.
         facts_of: configuration facts of single ranks.
         serve: answer on the side channel.
+        settings: of the engines in this process.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Ranks:
         apart: Sequence[int] = (),
         facts_of: dict[int, dict[str, str]] | None = None,
         serve: bool = True,
+        **settings: Any,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -151,7 +154,7 @@ class Ranks:
                 self.workers.append(PeerProcess(engine_id, serve=False, **common))
             else:
                 facts = (facts_of or {}).get(index)
-                self.workers.append(Engine(engine_id, facts=facts, **common))
+                self.workers.append(Engine(engine_id, facts=facts, **common, **settings))
         self.server: SideChannelServer | None = None
         if serve:
             self.serve(range(size))
@@ -165,11 +168,18 @@ class Ranks:
             self.engine_id, self.incarnation, HOST, self.port, descriptions
         )
 
-    def hold(self, request_id: str, *, seconds: float = 600.0, slot: int = -1) -> None:
+    def hold(
+        self,
+        request_id: str,
+        *,
+        seconds: float = 600.0,
+        slot: int = -1,
+        block_ids: tuple[int, ...] = (),
+    ) -> None:
         """Every rank in this process keeps a finished prefill."""
         for worker in self.workers:
             if isinstance(worker, Engine):
-                worker.thread.submit(Hold(request_id, seconds, slot))
+                worker.thread.submit(Hold(request_id, seconds, slot, block_ids=block_ids))
 
     def wait_sent(self, request_id: str, indices: Iterable[int]) -> None:
         """Wait until these ranks report that the request's blocks may be freed."""

@@ -27,6 +27,7 @@ FLAGS = (
     "first_token_from_prefill",
     "stream_chunks",
     "reuse_blocks",
+    "gathered_reads",
 )
 
 GOOD: list[tuple[str, Any, Any]] = [
@@ -47,6 +48,9 @@ GOOD: list[tuple[str, Any, Any]] = [
     ),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("mapped_reads", value, value) for value in ("auto", "never")),
+    *(("gather_slots", value, value) for value in (2, 16)),
+    ("gather_min_pieces", 1, 1),
+    *(("gather_slot_bytes", value, value) for value in (1 << 20, 3 << 20, 1 << 30)),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
     ("side_channel_port", 1, 1),
     ("side_channel_port", 65535, 65535),
@@ -60,7 +64,7 @@ BAD: list[tuple[str, Any]] = [
     *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
     *(
         (key, value)
-        for key in ("max_peers", "max_bytes_in_flight")
+        for key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces")
         for value in (0, -1, 1.5, "4", True, None)
     ),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
@@ -70,6 +74,11 @@ BAD: list[tuple[str, Any]] = [
         for value in ("", "p0", "p0:", ":5600", "p0:0", "p0:65536", "p0:x", "fd00::7:5600")
     ),
     *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "p0:5600/x", None)),
+    *(("gather_slots", value) for value in (0, 1, 17, -2, 4.0, "4", True, None)),
+    *(
+        ("gather_slot_bytes", value)
+        for value in (0, -1, (1 << 20) + 1, 65536, (1 << 30) + (1 << 20), 1e6, "1", True, None)
+    ),
     *(("mapped_reads", value) for value in ("always", "", True, False, 1, None, ["auto"])),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),

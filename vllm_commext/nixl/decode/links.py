@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.decode.counted import Counted, RefCounted, run_logged
+from vllm_commext.nixl.gathered.read import Claim, ClaimedReader
+from vllm_commext.nixl.gathered.reader import GatheredReader, PackingPeer
+from vllm_commext.nixl.gathered.staging import Gathering
 from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
-from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.tables import WorkerTables
@@ -28,7 +31,6 @@ from vllm_commext.nixl.wire.description import (
     tables_in,
 )
 
-_log = RateLimitedLog()
 MAX_KEPT = 256
 """Agents that nobody uses and that are kept, for workers that may be needed again."""
 
@@ -46,6 +48,7 @@ class LocalWorker:
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
         mapper: opens the memory of workers on this host, None where everything is read by NIXL.
         tables: what it has beside its cache that peers read, registered.
+        gathering: its staging memory, None where pieces are not packed.
     """
 
     engine_id: str
@@ -56,6 +59,7 @@ class LocalWorker:
     other_splits: frozenset[Split] = frozenset()
     mapper: Mapper | None = None
     tables: WorkerTables = field(default_factory=WorkerTables)
+    gathering: Gathering | None = None
 
     @property
     def consumer(self) -> str:
@@ -92,41 +96,8 @@ class LocalWorker:
         )
 
 
-class _Counted:
-    """Something with several users; made with one user, and given back after the last one."""
-
-    num_users = 1
-    _give_back: Callable[[], None]
-
-    def hold(self) -> Self:
-        """One more user."""
-        self.num_users += 1
-        return self
-
-    def drop(self) -> None:
-        """One user less; the last one gives it back."""
-        self.num_users -= 1
-        if not self.num_users:
-            self._give_back()
-
-
-class RefCounted(_Counted):
-    """A value that NIXL has made, and how it is given back."""
-
-    def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
-        self.value = value
-        self._give_back = partial(_run, give_back)
-
-
-def _run(give_back: Callable[[], None]) -> None:
-    try:
-        give_back()
-    except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
-        _log.warning("give back", f"NIXL failed to release a removed peer's resources: {error}")
-
-
 @dataclass(eq=False)
-class Link(_Counted):
+class Link(Counted):
     """A connection to a prefill worker that can be read from; made with one user.
 
     Attributes:
@@ -136,6 +107,7 @@ class Link(_Counted):
         plan: how to read from it.
         reader: reads its cache by NIXL.
         mapped: reads it through a mapping, None where it has none; see ``reader_of``.
+        gathered: reads what the worker has packed, None where it packs nothing.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
         tables: those of its tables that this worker has, too, by name.
@@ -160,6 +132,7 @@ class Link(_Counted):
     tables: Mapping[str, RemoteTable] = field(default_factory=dict[str, RemoteTable])
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
+    gathered: GatheredReader | None = None
     held: ExitStack = field(default_factory=ExitStack)
     retired: bool = False
     closed: bool = False
@@ -176,10 +149,12 @@ class Link(_Counted):
         """Whether a request of this start of the engine, "" for any, is one of its own."""
         return incarnation in ("", self.incarnation)
 
-    def reader_of(self, pairs: Pairs) -> Reader:
-        """What reads these descriptors fastest."""
+    def reader_of(self, pairs: Pairs, claim: Claim | None = None) -> Reader:
+        """What reads these descriptors fastest, of a request with this claim."""
         if self.mapped is not None and self.mapped.suits(pairs):
             return self.mapped
+        if self.gathered is not None and claim is not None and self.gathered.suits(pairs):
+            return ClaimedReader(self.gathered, claim)
         return self.reader
 
     def __post_init__(self) -> None:
@@ -251,16 +226,22 @@ class Links:
         """
         with ExitStack() as held:
             name = self._hold(self.reach(key, described), held)
+            reader = self._reader(name, described, plan, held)
+            mapped = self._map(key, described, plan, held)
+            tables = self._tables(name, described, held)
             link = Link(
                 key=key,
                 incarnation=incarnation,
                 agent_name=name,
                 plan=plan,
-                reader=self._reader(name, described, plan, held),
-                mapped=self._map(key, described, plan, held),
+                reader=reader,
+                mapped=mapped,
+                gathered=self._gather(name, described, plan, tables, reader, held)
+                if mapped is None
+                else None,
                 memory_type=described.memory_type,
                 device_id=described.device_id,
-                tables=self._tables(name, described, held),
+                tables=tables,
                 lease_seconds=described.lease_seconds,
                 held=held.pop_all(),
             )
@@ -290,7 +271,7 @@ class Links:
         if name in self._agents:
             self._forgotten.add(name)
             if not self._agents[name].num_users:
-                _run(lambda: self._leave_agent(name))
+                run_logged(lambda: self._leave_agent(name))
 
     def _existing(self) -> list[Link]:
         self._all = [link for link in self._all if link.num_users]
@@ -312,8 +293,29 @@ class Links:
         except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
             logger.info("prefill engine %s is read by NIXL and not mapped: %s", key, error)
             return None
-        held.callback(_run, mapped.close)
+        held.callback(run_logged, mapped.close)
         return mapped
+
+    def _gather(
+        self,
+        name: str,
+        described: WorkerDescription,
+        plan: ReadPlan,
+        tables: Mapping[str, RemoteTable],
+        pieces: NixlReader,
+        held: ExitStack,
+    ) -> GatheredReader | None:
+        """What reads what a worker has packed, where both sides have that."""
+        gathering, peer = self._local.gathering, PackingPeer.of(name, described, tables)
+        if gathering is None or peer is None:
+            return None
+        try:
+            reader = GatheredReader(self._agent, gathering, plan, peer, pieces)
+        except Exception as error:  # noqa: BLE001 whatever it is, there are pieces
+            logger.warning("gathered_reads: %s is read in pieces: %s", name, error)
+            return None
+        held.callback(run_logged, reader.close)
+        return reader
 
     def _reader(
         self, name: str, described: WorkerDescription, plan: ReadPlan, held: ExitStack
@@ -349,7 +351,7 @@ class Links:
         return made
 
     def _keep(self, prepared: Any, held: ExitStack) -> Any:
-        held.callback(_run, lambda: self._agent.release_list(prepared))
+        held.callback(run_logged, lambda: self._agent.release_list(prepared))
         return prepared
 
     @staticmethod

@@ -267,16 +267,15 @@ class Loader:
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
-        num_proofs, num_ended = self._reads.num_proofs, 0
+        num_moves = self._reads.num_moves
         for read in self._reads.under_way():
             end = self._reads.look(read)
             if end is not None:
-                num_ended += 1
                 self._end_read(read, end)
         self.streams.poll_left()
         self._note_late()
         self._peers.sweep()
-        return num_ended > 0 or self._reads.num_proofs > num_proofs
+        return self._reads.num_moves > num_moves
 
     def _end_read(self, read: Read, end: End) -> None:
         if end.failure is None and not read.part.use.is_given_up:

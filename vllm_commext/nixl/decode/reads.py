@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part
+from vllm_commext.nixl.gathered.read import Claim
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.transport.posting import Posting, Reader, pause
+from vllm_commext.nixl.transport.posting import Posting, Reader, UnderWay, pause
 from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire.description import FENCES, GENERATIONS
+from vllm_commext.nixl.wire.messages import short_id
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times
@@ -108,6 +110,7 @@ class Read:
         progressed: when a piece of it last ended.
         mark: ``link.num_bytes_done`` at that time.
         num_merged: descriptors after merging, known at the blocks' end.
+        num_gathered: bytes that the peer has packed, likewise.
         proof: what is read after the blocks, None for blocks without any.
         cells: where it is read into, None before that.
         is_late: it has not moved on for too long.
@@ -117,7 +120,7 @@ class Read:
     part: Part
     link: Link
     reader: Reader
-    posting: Posting | None
+    posting: UnderWay | None
     posted: float
     post_seconds: float
     num_bytes: int
@@ -126,6 +129,7 @@ class Read:
     mark: int
     proof: Proof | None
     num_merged: int = 0
+    num_gathered: int = 0
     cells: list[int] | None = None
     is_late: bool = False
     is_hidden: bool = False
@@ -156,14 +160,24 @@ def prepare(part: Part, link: Link) -> Pairs:
     )
 
 
-def _num_open(posting: Posting | None) -> int:
+def claim_of(part: Part) -> Claim | None:
+    """What a prefill worker is to pack a part's blocks for, None where it cannot tell."""
+    remote = part.remote
+    if not remote.is_kept or remote.fence_slot < 0:
+        return None
+    nonce = remote.fence_nonce if part.stream is None else part.stream.nonce
+    return Claim(short_id(remote.request_id), remote.fence_slot, nonce, remote.stream_row)
+
+
+def _num_open(posting: UnderWay | None) -> int:
     return posting.num_open if posting is not None else 0
 
 
 class ReadSet:
     """The reads under way on one worker.  Owned by one thread.
 
-    Attributes: ``num_proofs``: proofs that were posted so far.
+    Attributes: ``num_proofs``: proofs that were posted so far.  ``num_moves``: times that a piece
+        of a read, or several, has been seen to end.
 
     Args:
         max_bytes: bytes under way on one link, unless a single read has more.
@@ -178,7 +192,7 @@ class ReadSet:
         self._max_bytes = max_bytes
         self._limit_seconds = limit_seconds
         self._reads: list[Read] = []
-        self.num_proofs = 0
+        self.num_proofs = self.num_moves = 0
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -199,7 +213,7 @@ class ReadSet:
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
             self._recorder.observe(queue_seconds=started - part.begun)
-        reader = link.reader_of(pairs)
+        reader = link.reader_of(pairs, claim_of(part))
         try:
             posting = reader.post(pairs)
         except Exception as error:
@@ -238,6 +252,7 @@ class ReadSet:
         # Without a posting it waits for cells, which others may never give back.
         has_moved = read.posting is not posting or _num_open(posting) < num_open
         if end is not None or has_moved:
+            self.num_moves += 1
             self._note_progress(read)
         if end is not None:
             self._end(read)
@@ -252,6 +267,7 @@ class ReadSet:
             bytes=read.num_bytes,
             hidden_bytes=read.num_bytes * read.is_hidden,
             mapped_bytes=read.num_bytes * read.reader.is_mapped,
+            gathered_bytes=read.num_gathered,
             descriptors=read.num_descriptors,
             merged_descriptors=read.num_merged,
         )
@@ -296,6 +312,7 @@ class ReadSet:
             name = "NIXL"
             if read.cells is None:
                 read.num_merged, name = read.posting.num_merged, read.reader.name
+                read.num_gathered = read.posting.num_gathered
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))

@@ -158,10 +158,10 @@ def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
     for part in in_pieces(len(pairs.local), MAX_PIECES):
         target, lengths = local.at(pairs.local[part])
         source, _ = remote.at(pairs.remote[part])
-        yield from _batches_of(np.stack((source, target), axis=1), lengths)
+        yield from batches_of(np.stack((source, target), axis=1), lengths)
 
 
-def _batches_of(places: Int64Array, lengths: Int64Array) -> Iterator[Batch]:
+def batches_of(places: Int64Array, lengths: Int64Array) -> Iterator[Batch]:
     """Pieces of one length side by side, and so many lengths in each batch as a launch takes."""
     if lengths.min() < lengths.max():
         order = np.argsort(lengths, kind="stable")

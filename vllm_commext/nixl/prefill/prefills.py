@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -154,13 +155,21 @@ class Prefills:
         state.held_since = time.monotonic()
         self.num_held += 1
         rest = self._producer.rest_of(state, offered)
-        self._hold(state, self._engine.config.kv_lease_duration, rest)
+        config = self._engine.config
+        packed = chain.from_iterable(offered) if config.gathered_reads else ()
+        self._hold(state, config.kv_lease_duration, rest, tuple(packed))
         return self._describe(state, offered, num_tokens)
 
-    def _hold(self, state: PrefillState, lease_seconds: float, rest: Listed = ()) -> None:
+    def _hold(
+        self,
+        state: PrefillState,
+        lease_seconds: float,
+        rest: Listed = (),
+        packed: tuple[int, ...] = (),
+    ) -> None:
         """Have workers keep a prefill's blocks."""
         nonce = self._fences.nonce_in(state.slot)
-        hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest)
+        hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest, packed)
         self._engine.step.holds.append(hold)
 
     def _describe(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -56,6 +57,20 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
 
 
+class StagingOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory into which a worker packs pieces of its cache for readers, see ``gathered``.
+
+    Attributes:
+        address: of the first slot.
+        slot_bytes: of a slot.
+        num_slots: one behind the other.
+    """
+
+    address: Annotated[int, msgspec.Meta(gt=0, lt=MAX_ADDRESS)]
+    slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 30)]
+    num_slots: Annotated[int, msgspec.Meta(gt=0, le=16)]
+
+
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
@@ -78,6 +93,9 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         generations: address of its blocks' generations, see ``reuse.offers``.
         num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
         mapped: how its cache is read through a mapping, None where it is not.
+        slot_words: address of what says what is in its slots, see ``gathered.slots``.
+        num_slot_words: 1 where there is such a record, else 0.
+        staging: its slots, None where it packs nothing.
     """
 
     engine_id: str
@@ -96,6 +114,9 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     generations: int = 0
     num_generations: int = 0
     mapped: MappedOffer | None = None
+    slot_words: int = 0
+    num_slot_words: int = 0
+    staging: StagingOffer | None = None
 
 
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
@@ -155,11 +176,13 @@ def _check_offer(offer: MappedOffer) -> None:
 
 FENCES, GENERATIONS = "fences", "generations"
 STREAM_HEADERS, STREAM_PIECES = "stream headers", "stream pieces"
+SLOTS = "slots"
 _FIELDS = {
     FENCES: ("fence_address", "num_fence_slots"),
     GENERATIONS: ("generations", "num_generations"),
     STREAM_HEADERS: ("stream_headers", "num_stream_rows"),
     STREAM_PIECES: ("stream_entries", "pieces_per_row"),
+    SLOTS: ("slot_words", "num_slot_words"),
 }
 """Address and number of records; of pieces, that in each row."""
 

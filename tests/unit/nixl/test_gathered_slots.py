@@ -1,0 +1,92 @@
+"""Parts of gathered reads against brute force: piece by piece, and block by block."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.gathered.slots import (
+    ALIGNMENT,
+    MAX_TICKET,
+    Descriptors,
+    cut,
+    offsets_of,
+    word_of,
+)
+from vllm_commext.nixl.geometry.lanes import Grid
+from vllm_commext.nixl.geometry.plan import Section
+
+SLOT_BYTES = 256
+
+
+def array(values: Any) -> Any:
+    return np.array(values, dtype=np.int64)
+
+
+@given(st.lists(st.integers(1, SLOT_BYTES), max_size=60), st.integers(1, 9))
+def test_parts_are_as_long_as_they_can_be(lengths: list[int], max_pieces: int) -> None:
+    expected: list[list[int]] = []
+    room = 0
+    for number, length in enumerate(lengths):
+        size = length if length % ALIGNMENT == 0 else length + ALIGNMENT - length % ALIGNMENT
+        if size > room or len(expected[-1]) == max_pieces:
+            expected.append([])
+            room = SLOT_BYTES
+        expected[-1].append(number)
+        room -= size
+    found = cut(array(lengths), SLOT_BYTES, max_pieces)
+    assert [list(range(part.start, part.stop)) for part in found] == expected
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
+def test_pieces_of_a_part_lie_apart_and_aligned(lengths: list[int]) -> None:
+    taken: set[int] = set()
+    for begin, length in zip(offsets_of(array(lengths)).tolist(), lengths, strict=True):
+        assert begin % ALIGNMENT == 0
+        assert taken.isdisjoint(range(begin, begin + length))
+        taken.update(range(begin, begin + length))
+    assert max(taken) < sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
+
+
+def test_words_differ_and_none_is_that_of_nothing() -> None:
+    words = [word_of(ticket, part) for ticket in (1, 2, MAX_TICKET - 1) for part in (0, 1, 1023)]
+    assert len(set(words)) == len(words)
+    assert min(words) > 0
+    assert max(words) < 1 << 64
+
+
+GRIDS = st.builds(
+    lambda blocks, rows, cells: Grid(blocks * rows, 64, rows, cells, 8),
+    *(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4)),
+)
+
+
+@st.composite
+def sections(draw: Any) -> list[Section]:
+    made: list[Section] = []
+    offset = 0
+    for grid, num_lanes in draw(
+        st.lists(st.tuples(GRIDS, st.integers(1, 3)), min_size=1, max_size=3)
+    ):
+        made.append(Section(0, 0, 1, grid, grid, offset, offset, num_lanes, 8))
+        offset += num_lanes * grid.num_cells
+    return made
+
+
+@given(sections())
+def test_each_descriptor_is_of_the_block_that_has_its_cell(made: list[Section]) -> None:
+    expected: list[int] = []
+    for one in made:
+        grid = one.remote
+        for _ in range(one.num_lanes):
+            for _ in range(grid.cells_per_row):
+                expected += [row // grid.rows_per_block for row in range(grid.num_rows)]
+    everything = np.arange(len(expected), dtype=np.int32)
+    found = Descriptors(made)
+    assert found.blocks_of(everything).tolist() == expected
+    for wrong in ([], [-1], [len(expected)], [0, len(expected)]):
+        with pytest.raises(ProtocolError):
+            found.blocks_of(np.array(wrong, dtype=np.int32))

@@ -1,0 +1,1 @@
+"""Reads of many small pieces as few large ones: packed by the peer, and unpacked here."""

@@ -1,0 +1,121 @@
+"""The decode worker's side: what has a peer's pieces packed, and when.  What proves the blocks is
+read after all of them, as with any read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm_commext.nixl.gathered.slots import digest_of
+from vllm_commext.nixl.gathered.staging import Gathering, Place
+from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
+from vllm_commext.nixl.mapped.gather import Places, num_runs
+from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.posting import NixlReader
+from vllm_commext.nixl.transport.tables import RemoteTable
+from vllm_commext.nixl.wire import messages as wire
+from vllm_commext.nixl.wire.description import SLOTS, StagingOffer, WorkerDescription
+
+SMALL_BYTES = 1 << 20
+"""Pieces as long as these NIXL moves as fast by itself, neighbours merged."""
+AVOID_SECONDS = 10.0
+"""A peer that packs nothing is not asked for as long."""
+
+
+@dataclass(frozen=True)
+class PackingPeer:
+    """A prefill worker that packs: its engine, agent and slots, and the table of their words."""
+
+    engine_id: str
+    agent_name: str
+    offer: StagingOffer
+    memory_type: str
+    device_id: int
+    words: RemoteTable
+
+    @classmethod
+    def of(
+        cls, name: str, described: WorkerDescription, tables: Mapping[str, RemoteTable]
+    ) -> PackingPeer | None:
+        """A worker as it describes itself, None where one side packs nothing."""
+        if described.staging is None or SLOTS not in tables:
+            return None
+        memory = described.memory_type, described.device_id
+        return cls(described.engine_id, name, described.staging, *memory, tables[SLOTS])
+
+
+class GatheredReader:
+    """What reads from one prefill worker that packs.
+
+    Args:
+        pieces: reads the same by itself.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        gathering: Gathering,
+        plan: ReadPlan,
+        peer: PackingPeer,
+        pieces: NixlReader,
+    ) -> None:
+        self.agent = agent
+        self.gathering = gathering
+        self.peer = peer
+        self.pieces = pieces
+        self.local = Places.of(plan.local_rows)
+        self.plan_digest = digest_of(plan.remote_rows)
+        self.incoming = gathering.incoming(agent)
+        self._remote = Places.of(plan.remote_rows)
+        self._layout = msgspec.msgpack.encode(plan.local)
+        offer = peer.offer
+        self._place = Place(offer.address, offer.slot_bytes, offer.num_slots)
+        self.part_bytes = min(self._place.slot_bytes, self.incoming.place.slot_bytes)
+        longest = int(plan.remote_rows[:, 1].max(initial=0))
+        self._is_useful = 0 < longest <= self.part_bytes
+        self.prepared = agent.prepare(
+            peer.agent_name, self._place.rows(peer.device_id), peer.memory_type
+        )
+        self._avoided_until = 0.0
+        self._has_told = False
+
+    def suits(self, pairs: Pairs) -> bool:
+        """Whether this is faster than NIXL alone: it would have to move many small pieces."""
+        if not self._is_useful or time.monotonic() < self._avoided_until:
+            return False
+        count = num_runs(self.local, self._remote, pairs)
+        return count >= self.gathering.min_pieces and pairs.num_bytes < SMALL_BYTES * count
+
+    def introduce(self) -> None:
+        """Tell the peer what this worker's numbers mean, once, and let this thread unpack."""
+        self.gathering.enter()
+        if not self._has_told:
+            self.tell(wire.GatherPlan(digest=self.plan_digest, layout=self._layout))
+            self._has_told = True
+
+    def tell(self, message: wire.Frame) -> None:
+        """Send the peer a message."""
+        self.agent.notify(self.peer.agent_name, wire.encode(message))
+
+    def make_read(self, theirs: int, own: int, num_bytes: int) -> Any:
+        """Describe a read of a slot's first bytes into one of this worker's."""
+        place = self.incoming.place
+        return self.agent.make_read(
+            self.incoming.prepared,
+            place.grains(own, num_bytes),
+            self.prepared,
+            self._place.grains(theirs, num_bytes),
+        )
+
+    def avoid(self) -> None:
+        """It packs nothing: leave it in peace for a while, then introduce this worker anew."""
+        self._avoided_until = time.monotonic() + AVOID_SECONDS
+        self._has_told = False
+
+    def close(self) -> None:
+        """Give NIXL's list back; no read may be under way."""
+        self.agent.release_list(self.prepared)
