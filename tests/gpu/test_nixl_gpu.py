@@ -38,6 +38,8 @@ CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
 }
 SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
 MAPPED_READS = os.environ.get("COMMEXT_GPU_MAPPED_READS", "never")
+GATHERED_READS = os.environ.get("COMMEXT_GPU_GATHERED_READS", "0") == "1"
+"""With these, mapped reads have to be off."""
 
 pytestmark = [
     needs_gpus(2),
@@ -65,7 +67,8 @@ def cluster(
     kind, number = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = write_tiny_model(folder / "model", kind, dtype="bfloat16")
-    engine = EngineKind(PROMPT_TOKENS - 1, KINDS[kind].gpu_options, MAPPED_READS)
+    chunk_tokens, options = PROMPT_TOKENS - 1, KINDS[kind].gpu_options
+    engine = EngineKind(chunk_tokens, options, MAPPED_READS, GATHERED_READS)
     places = SETS[number]
     with ExitStack() as stack:
         servers = {
@@ -110,6 +113,12 @@ def check(
     assert moved.total(f"{PREFIX}failures_total") == 0
     share = moved.total(f"{PREFIX}mapped_bytes_total") / moved.total(f"{PREFIX}bytes_total")
     assert share == (1.0 if MAPPED_READS == "auto" else 0.0)
+    gathered = moved.total(f"{PREFIX}gathered_bytes_total")
+    record(f"{prefill}{decode}_gathered_bytes", gathered)
+    if GATHERED_READS and prefill[1] != decode[1]:
+        assert gathered > 0
+    else:
+        assert GATHERED_READS or gathered == 0
     for name in ("bytes_total", "transfer_seconds_sum", "post_seconds_sum", "descriptors_total"):
         record(f"{prefill}{decode}_{name}", moved.total(f"{PREFIX}{name}"))
     own = cluster.own[decode]

@@ -29,6 +29,7 @@ class EngineKind:
         chunk_tokens: tokens of a prompt that they compute in one step.
         args: further arguments of ``vllm serve``.
         mapped_reads: the connector's option.
+        gathered_reads: likewise.
         connector: the decode engine's, and where its class is, unless it is the package's own.
         cache_bytes: size of the KV cache.
         ready_seconds: how long an engine may take to start.
@@ -38,6 +39,7 @@ class EngineKind:
     chunk_tokens: int
     args: Sequence[str] = ()
     mapped_reads: str = "never"
+    gathered_reads: bool = False
     connector: tuple[str, str] | None = None
     cache_bytes: int = CACHE_BYTES
     ready_seconds: float = 500.0
@@ -61,6 +63,8 @@ def connector_config(name: str, kind: EngineKind) -> dict[str, Any]:
             "side_channel_port": free_port(),
             "handshake_timeout": 60,
             "mapped_reads": kind.mapped_reads,
+            "gathered_reads": kind.gathered_reads,
+            "gather_min_pieces": 1,
         },
     }
     if kind.connector is not None and not prefills:
