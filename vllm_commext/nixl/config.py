@@ -92,7 +92,7 @@ class ConnectorConfig:
     gathered_reads: bool = False
     gather_slots: int = 4
     gather_slot_bytes: int = 64 << 20
-    gather_min_pieces: int = 128
+    gather_min_pieces: int = 1024
     transport_probe: bool = True
     first_token_from_prefill: bool = True
     stream_chunks: bool = True

@@ -8,8 +8,6 @@ it is ended.  It has begun with a prompt where it is told how many of its blocks
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
 import uuid
 from collections import Counter
@@ -37,7 +35,7 @@ from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.mapped.reader import Mapper
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Chunk, Load, Outcomes, RemoteRequest
+from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
 from vllm_commext.nixl.tables import WorkerTables
@@ -379,39 +377,3 @@ class SlowReads:
 
     def end(self) -> None:
         self._is_over = True
-
-
-def begin_prompt(engine: Engine, num_blocks: int) -> None:
-    """Publish the first blocks of a prompt, which are those from 1 on."""
-    assert engine.publisher is not None
-    engine.tables.fences.nonces[STREAM["fence_slot"]] = STREAM["fence_nonce"]
-    row, nonce = STREAM["stream_row"], STREAM["stream_tag"]
-    block_ids = tuple(range(1, 1 + num_blocks))
-    chunk = Chunk(row, nonce, ((0, block_ids),), BLOCK_SIZE * num_blocks, begins=True)
-    engine.publisher.launched([chunk])
-
-
-def main() -> None:
-    engine_id, incarnation, *numbers = sys.argv[1:]
-    seed, num_blocks, num_heads, size, index, port, num_computed, gathers = map(int, numbers)
-    engine = Engine(
-        engine_id,
-        seed=seed,
-        num_blocks=num_blocks,
-        num_heads=num_heads,
-        rank=Rank(size, index),
-        port=port,
-        incarnation=incarnation,
-        serve=port > 0,
-        stream_chunks=num_computed > 0,
-        gathered_reads=gathers > 0,
-    )
-    if engine.publisher is not None:
-        begin_prompt(engine, num_computed)
-    # In one piece, with a line of its own: NIXL writes to the same output.
-    os.write(1, f"\n{DESCRIPTION}{os.getpid()} {engine.description.hex()}\n".encode())
-    signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,7 @@ from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold
 
-PROGRAM = Path(__file__).with_name("harness.py")
+PROGRAM = Path(__file__).with_name("prefill_process.py")
 MODULES = ("torch", "numpy", "msgspec", "zmq")
 """What takes longest of its imports: peers are forked from a process that has them."""
 MODEL_HEADS = 4

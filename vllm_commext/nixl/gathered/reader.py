@@ -20,7 +20,7 @@ from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.description import SLOTS, StagingOffer, WorkerDescription
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 128 << 10
 """Pieces as long as these NIXL moves as fast by itself, neighbours merged."""
 AVOID_SECONDS = 10.0
 """A peer that packs nothing is not asked for as long."""
