@@ -7,7 +7,8 @@ An 8B-shaped prefill and decode engine a way, both ways' prefill engines on the 
 decode engines on the second one, each with a KV cache of the same size, a proxy before each way.
 The prompts of a working set come in turn, again and again: the least recently used one is always
 the next, so that a cache smaller than the set has none of it.  Rounds of the ways alternate; the
-first of each, which computes everything, does not count.
+first of each, which computes everything, does not count.  At the end of a set each engine is asked
+by itself, in the same order.
 
 Writes OUT.json and OUT.md.
 """
@@ -143,16 +144,18 @@ def started(args: argparse.Namespace, setup: Setup, stack: ExitStack) -> list[Wa
     return ways
 
 
-async def first_tokens(way: Way, prompts: Sequence[Sequence[int]], concurrency: int) -> list[float]:
+async def first_tokens(
+    server: Server, prompts: Sequence[Sequence[int]], concurrency: int
+) -> list[float]:
     """Seconds to the first token of each prompt, so many asked at a time."""
     slots = asyncio.Semaphore(concurrency)
 
     async def ask(session: aiohttp.ClientSession, prompt: Sequence[int]) -> float:
         async with slots:
             stream, began = Stream(prompt, 2), time.monotonic()
-            await stream.read(session, way.proxy.url, cluster.MODEL_NAME)
+            await stream.read(session, server.url, cluster.MODEL_NAME)
             if stream.error:
-                raise RuntimeError(f"expected an answer {way.name}, got {stream.error}")
+                raise RuntimeError(f"expected an answer of {server.name}, got {stream.error}")
             return stream.times[0] - began
 
     timeout = aiohttp.ClientTimeout(total=120)
@@ -178,13 +181,17 @@ def measured(
         for way in ways if number % 2 else ways[::-1]:
             if number == 1:
                 before[way.name] = scrape(way.prefill.url)
-            found = asyncio.run(first_tokens(way, prompts[way.name], args.concurrency))
+            found = asyncio.run(first_tokens(way.proxy, prompts[way.name], args.concurrency))
             times[way.name].append(found)
             print(f"{share:g} {way.name}: {statistics.mean(found) * 1e3:.0f} ms", flush=True)
     rows: list[dict[str, Any]] = []
     for way in ways:
         added = scrape(way.prefill.url).minus(before[way.name])
         counted = [one for each in times[way.name][1:] for one in each]
+        alone = [
+            asyncio.run(first_tokens(one, prompts[way.name], args.concurrency))
+            for one in (way.prefill, way.decode)
+        ]
         rows.append(
             {
                 "set": share,
@@ -193,6 +200,7 @@ def measured(
                 "mean ms": statistics.mean(counted) * 1e3,
                 "median ms": statistics.median(counted) * 1e3,
                 "round means ms": [statistics.mean(one) * 1e3 for one in times[way.name]],
+                "alone ms": [statistics.mean(one) * 1e3 for one in alone],
                 **{name: added.total(counter) for name, counter in READ.items()},
             }
         )
@@ -200,12 +208,21 @@ def measured(
 
 
 def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]:
-    head = ["working set, of a KV cache", "prompts", "way", "mean ms", "median ms", "mean of each"]
+    head = [
+        "working set, of a KV cache",
+        "prompts",
+        "way",
+        "mean ms",
+        "median ms",
+        "mean of each",
+        "P, D by itself",
+    ]
     shown = [
         [
             *(f"{row['set']:g}", str(row["prompts"]), row["way"]),
             *(f"{row['mean ms']:.1f}", f"{row['median ms']:.1f}"),
             " / ".join(f"{one:.0f}" for one in row["round means ms"]),
+            " / ".join(f"{one:.0f}" for one in row["alone ms"]),
             *(f"{row[name]:.0f}" for name in READ),
         ]
         for row in rows
