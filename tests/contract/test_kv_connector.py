@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -38,7 +39,7 @@ from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
-from vllm_commext.nixl.vllm_cache import groups_of
+from vllm_commext.nixl.vllm_cache import groups_of, needs_zeroed_blocks
 
 VLLM = Version(vllm.__version__.split("+")[0])
 SINCE = {
@@ -443,3 +444,15 @@ def test_gauges_add_up_over_workers_and_stay_until_the_next_ones() -> None:
     assert value("streams") == value("streams", "1") == 1  # as configured, until the engine tells
     show(one=reading, three={"streams": 0.0})
     assert (value("streams"), value("streams", "1")) == (0, 1)
+
+
+def test_both_sides_hold_the_same_of_blocks_that_vllm_zeroes() -> None:
+    """A worker knows the types of all layers of a group, the scheduler one of them: DeepSeek V3.2
+    has latents and its indexer's bytes in one group."""
+    mixed = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.uint8)
+    worker = cache_config(
+        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": mixed})
+    )
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    assert needs_zeroed_blocks(worker) == needs_zeroed_blocks(scheduler)
+    assert needs_zeroed_blocks(cache_config(MAMBA, FULL))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,9 +106,18 @@ def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
 
 
 def needs_zeroed_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM zeroes new blocks of attention before it uses them."""
+    """Whether vLLM zeroes new blocks of attention before it uses them.
+
+    Its scheduler decides, whose configuration has the type of a group's first layer alone: a
+    worker's, in which the layers of a group differ, is asked as that.
+    """
     has_states = any(group.kind == STATE for group in groups_of(kv_cache_config))
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", has_states))
+    groups = [
+        replace(group, kv_cache_spec=specs_of(group.kv_cache_spec)[0])
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    asked = replace(kv_cache_config, kv_cache_groups=groups)
+    return bool(getattr(asked, "needs_kv_cache_zeroing", has_states))
 
 
 def cache_layout(
