@@ -45,7 +45,7 @@ def latency(results: Results) -> str:
 def goodput(*runs: Results) -> str:
     """Percent of requests within the limits, a row a run and limit, with its rates in their order;
     "-" for a way that a run is without."""
-    head = f"| within 1 s to the first token and | {' | '.join(WAYS.values())} |"
+    head = f"| share with the first token within 1 s and, at most, | {' | '.join(WAYS.values())} |"
     lines = [head, f"|---|{'---|' * len(WAYS)}"]
     for place, run in enumerate(runs, 1):
         rates = sorted({row["rate"] for row in run["rows"]})
