@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         "released lists",
         "lists are released while reads can still be made from them",
-        "decode/links.py",
+        "decode/counted.py",
         "        if not self.num_users:\n            self._give_back()",
         "        self._give_back()",
         f"{_AGENTS}test_remote_requests.py::"
