@@ -238,8 +238,10 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     left, took = (
         scrape(one.url).minus(before[one.name]) for one in (servers.first, servers.second)
     )
-    num_repeated = left.total(ENDED, finished_reason="length") - (len(names) - num_moved)
-    assert 0 <= num_repeated <= sum(map(servers.goes_on, names)) * servers.reuses * moves
+    num_more = left.total(ENDED, finished_reason="length") - (len(names) - num_moved)
+    num_repeated = sum(map(servers.goes_on, names)) * servers.reuses * moves
+    # An engine may also end an answer while the other one answers beside it.
+    assert 0 <= num_more <= num_repeated + num_moved
     assert took.total(ENDED, finished_reason="length") >= num_moved
     goes_on = [name for name in gone if servers.goes_on(name)]
     num_read = len(goes_on) * servers.reuses

@@ -87,6 +87,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
     (r"python -m tests.kit.tiny_model ", "tests/unit/test_tiny_model.py"),
     (r"examples/(cpu_demo|hybrid_hetero_tp)/run.sh", DEMO),
     (r"docker build ", "tests/unit/test_deploy.py"),
+    (r"docker (tag|push) ", f"{NOT_RUN}needs a registry"),
     (r"docker run ", f"{NOT_RUN}needs a Docker daemon; the same command without an image is above"),
     (r"kubectl apply ", "tests/unit/test_deploy.py::test_a_manifest_fits_the_schema_of_kubernetes"),
     (r"(kubectl|curl) ", f"{NOT_RUN}needs a cluster"),
