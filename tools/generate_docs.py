@@ -139,8 +139,8 @@ TOGETHER = """
 Engines compare what the bytes of their KV caches mean, not vLLM's version: the model, its types
 and kinds of cache, and, layer by layer, sizes, order and layout. So engines of any two versions
 in the window should be able to read one another, which is what an upgrade of one engine after
-the other needs. A version outside the window fits only its own minor release. First tokens are taken from
-the prefill engine only where both have the same minor version (0.33 and 0.33.1, say).
+the other needs. A version outside the window fits only its own minor release. First tokens are
+taken from the prefill engine only where both have the same minor version (0.33 and 0.33.1, say).
 
 `make mixed` reads between real servers of two versions on CPUs, both ways, and compares tokens
 and logprobs with the server that prefilled:

@@ -97,6 +97,9 @@ class Mover:
         """The engine is not left any more; what was prepared is released."""
         self._forget()
         if self._task is not None:
+            transcript = self._attempts.transcript
+            if not self._task.done() and transcript is not None and transcript.has_finished:
+                self._note(Resume.ENDING)
             await end_tasks([self._task])
             self._task = None
             if self._beside is not None:

@@ -234,7 +234,8 @@ def test_the_readmes_defaults_are_those_of_the_code() -> None:
     assert named == {name: defaults[name] for name in named}
     parts = {"NIXL", "ALLREDUCE", "SHM_QUEUE", "CPU_COLLECTIVES", "REDUCE_RMS"}
     assert set(named) == {f"VLLM_COMMEXT_{part}" for part in parts}
-    assert f"until {CONNECTOR.kv_lease_duration:g} s after the decode engine's last heartbeat" in PROSE
+    lease = f"until {CONNECTOR.kv_lease_duration:g} s after the decode engine's last heartbeat"
+    assert lease in PROSE
 
 
 def test_the_readmes_versions_are_those_that_are_tested() -> None:

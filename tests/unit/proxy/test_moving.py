@@ -319,6 +319,18 @@ async def paced(cluster: Any, engines: Beside) -> Told:
     return Told(got)
 
 
+async def drained_to_the_end(cluster: Any, first: Any) -> bytes:
+    """All that a client gets whose engine is drained once it has two tokens."""
+    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+        got = await response.content.readany()
+        while got.count(b"\n\n") < 2:
+            got += await response.content.readany()
+        cluster.proxy.registry.drain(frozenset((first.url,)))
+        got += await response.read()
+    await cluster.idle()
+    return got
+
+
 async def test_the_client_goes_on_while_the_other_engine_is_asked(kit: Any) -> None:
     engines = Beside(ANSWERED)
     async with kit.cluster(num_decode=2) as cluster:
@@ -358,11 +370,25 @@ async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
             await kit.hanging(call)
 
         first.behave, second.behave = engines.first, hangs
-        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-            got = await response.content.readany()
-            while got.count(b"\n\n") < 2:
-                got += await response.content.readany()
-            cluster.proxy.registry.drain(frozenset((first.url,)))
-            got = Told(got + await response.read())
-        await cluster.idle()
+        got = Told(await drained_to_the_end(cluster, first))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
+
+
+async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(kit: Any) -> None:
+    engines = Beside()
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, COMPUTED)
+        first, second = cluster.decode
+
+        async def hangs(call: Any) -> None:
+            if "max_tokens" in call.body:
+                await engines.second(call)
+                return
+            for _ in ANSWERED:
+                engines.is_on.release()
+            await kit.hanging(call)
+
+        first.behave, second.behave = engines.first, hangs
+        got = Told(await drained_to_the_end(cluster, first))
+        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
+        assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
