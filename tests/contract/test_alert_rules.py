@@ -42,7 +42,7 @@ SERIES = {
     'vllm:commext_nixl_failures_total{instance="D", reason="handshake"}': "0+3x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="expired"}': "0+1x60",
     'vllm:commext_nixl_failures_total{instance="D", reason="request"}': "0+6x60",
-    'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+10x60",
+    'vllm:commext_nixl_first_tokens_total{instance="D", way="prefill"}': "0+10x60",
     'vllm:commext_nixl_quarantined_blocks{instance="D"}': "3+0x60",
     'vllm:commext_nixl_peers{instance="D", state="lost"}': "1+0x60",
     'vllm:commext_nixl_expired_requests_total{instance="P"}': "0+1x60",
@@ -206,7 +206,7 @@ def test_a_few_failures_that_recompute_has_repaired_page_nobody(
     """Requests with several prompts fail by ``request``, too."""
     counted = {
         f'vllm:commext_nixl_failures_total{{instance="D", reason="{reason}"}}': f"0+{percent}x60",
-        'vllm:commext_nixl_handovers_total{instance="D", way="no_key"}': "0+100x60",
+        'vllm:commext_nixl_first_tokens_total{instance="D", way="prefill"}': "0+100x60",
     }
     series = [{"series": name, "values": values} for name, values in counted.items()]
     checks = [{"eval_time": "40m", "alertname": name, "exp_alerts": []} for name in silent]
