@@ -204,7 +204,7 @@ def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, ki
         finally:
             signal_each([front, *engine], signal.SIGCONT)
         assert look(cut) == look(whole)
-        if len(cut.events) < len(whole.events) // 2:
+        if len(cut.events) < body["max_tokens"] // 2:  # the whole one's may have come together, too
             return
     raise AssertionError("expected fewer events of a server that stood still")
 
