@@ -147,7 +147,9 @@ def override_kernels_here() -> None:
     platforms = sys.modules.get("vllm.platforms")
     if platforms is not None:
         platform = platforms.current_platform
-        getattr(platform, "register_triton_kernel_overrides", lambda: None)()
+        override = getattr(platform, "register_triton_kernel_overrides", None)
+        if override is not None:  # as before 0.32
+            override()
         setattr(type(platform), "register_triton_kernel_overrides", lambda *_: None)  # noqa: B010
 
 
