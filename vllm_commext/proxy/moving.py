@@ -214,15 +214,10 @@ class Mover:
                 opened = await self._steps.second_step(attempts, replace(self._outcome))
                 transcript.settle()
                 trial = transcript.trial()
-                result = await self._caught_up(opened, trial, may_begin_anew=self._may_begin_anew())
-                while result is Resume.RESUMED and _is_short(trial, transcript):
-                    if not (piece := await self._read(opened)) or opened.cutter is None:
-                        break
-                    events = opened.cutter.feed(piece)
-                    opened.first += events
-                    trial.pass_on(events)
-                else:
-                    self._beside = opened if result is Resume.RESUMED else None
+                result = await self._caught_up(
+                    opened, trial, may_begin_anew=self._may_begin_anew(), ahead=transcript
+                )
+                self._beside = opened if result is Resume.RESUMED else None
         except (ProxyError, TimeoutError) as error:
             logger.info("request %s stops to be moved: %s", self._outcome.request_id, error)
         finally:
@@ -287,18 +282,24 @@ class Mover:
         logger.info(text, self._outcome.request_id, name, result.meaning)
 
     async def _caught_up(
-        self, opened: Opened, trial: Transcript, *, may_begin_anew: bool
+        self,
+        opened: Opened,
+        trial: Transcript,
+        *,
+        may_begin_anew: bool,
+        ahead: Transcript | None = None,
     ) -> Resume:
-        """Read what another engine repeats of a stream; whether it can go on there. What is read is
+        """Read what another engine repeats of a stream, and with the transcript of one that goes on
+        *ahead* until it has told as much; whether the stream can go on there. What is read is
         `Opened.first` then."""
         events, cutter = opened.first, opened.cutter
         while cutter is not None:
             trial.pass_on(events)
             if trial.has_failed or trial.refusal is not None:
                 return trial.refusal or Resume.FAILED
-            if not trial.is_behind:
+            if not trial.is_behind and (ahead is None or not _is_short(trial, ahead)):
                 return Resume.RESUMED
-            if not may_begin_anew:
+            if trial.is_behind and not may_begin_anew:
                 return Resume.ANEW
             if not (piece := await self._read(opened)):
                 break
@@ -315,8 +316,5 @@ class Mover:
 
 def _is_short(trial: Transcript, transcript: Transcript) -> bool:
     """Whether the trial has not as much as the client."""
-    return (
-        trial.settle() is None
-        and transcript.settle() is None
-        and (trial.num_tokens < transcript.num_tokens)
-    )
+    is_known = trial.settle() is None and transcript.settle() is None
+    return is_known and trial.num_tokens < transcript.num_tokens
