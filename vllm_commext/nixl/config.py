@@ -14,6 +14,10 @@ DEFAULT_MAPPED_READS = AUTO
 """What holds where nothing is set."""
 
 
+MAX_SLOTS, MAX_SLOT_BYTES = 16, 1 << 30
+"""Of staging memory, here and in what a peer offers."""
+
+
 @dataclass(frozen=True)
 class ConnectorConfig:
     """Settings of one engine's connector, validated once; all time spans are in seconds.
@@ -135,11 +139,11 @@ def _checked(key: str, value: Any) -> Any:
     if key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces"):
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
     if key == "gather_slots":
-        in_range = _is_int(value) and 2 <= value <= 16
-        return _expect(key, value, in_range, "an integer from 2 to 16", int)
+        in_range = _is_int(value) and 2 <= value <= MAX_SLOTS
+        return _expect(key, value, in_range, f"an integer from 2 to {MAX_SLOTS}", int)
     if key == "gather_slot_bytes":
-        good = _is_int(value) and 0 < value <= 1 << 30 and value % (1 << 20) == 0
-        return _expect(key, value, good, "a multiple of 1048576 up to 1073741824", int)
+        good = _is_int(value) and 0 < value <= MAX_SLOT_BYTES and value % (1 << 20) == 0
+        return _expect(key, value, good, f"a multiple of 1048576 up to {MAX_SLOT_BYTES}", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)

@@ -22,7 +22,6 @@ from vllm_commext.nixl.geometry.plan import Section
 
 Int64Array = npt.NDArray[np.int64]
 ALIGNMENT = 16
-MAX_SLOTS = 16
 PART_BITS = 16
 MAX_TICKET = 1 << (64 - PART_BITS)
 

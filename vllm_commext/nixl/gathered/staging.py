@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.gathered.slots import MAX_SLOTS, Int64Array
+from vllm_commext.nixl.config import MAX_SLOTS, ConnectorConfig
+from vllm_commext.nixl.gathered.slots import Int64Array
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, strided_row
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.gather import Batch, CudaDevice, Gatherer, batches_of

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
+from vllm_commext.nixl.config import MAX_SLOT_BYTES, MAX_SLOTS
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 from vllm_commext.nixl.wire.messages import MAX_REPLY_BYTES, Described, decode
 
@@ -67,8 +68,8 @@ class StagingOffer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     address: Annotated[int, msgspec.Meta(gt=0, lt=MAX_ADDRESS)]
-    slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 30)]
-    num_slots: Annotated[int, msgspec.Meta(gt=0, le=16)]
+    slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOT_BYTES)]
+    num_slots: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOTS)]
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
