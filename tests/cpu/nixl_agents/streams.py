@@ -190,3 +190,21 @@ def _halves(memory: Sequence[Any], source: Sequence[Any], begin: int, end: int) 
             own = OWN_BLOCKS[position] * STRIDE_BYTES + head * head_bytes
             other = BLOCKS[position] * STRIDE_BYTES + head * head_bytes
             yield row[own : own + head_bytes], theirs[other : other + num_bytes]
+
+
+def check_chunk_by_chunk(prefill: Prefill, decode: Decode, counted: str) -> None:
+    """Each chunk of a prompt comes when it is computed, no other block changes, and all bytes are
+    *counted*."""
+    prefill.add("r", 1)
+    prefill.compute("r", 0)
+    decode.load("d", 1)
+    for number in range(len(CHUNKS)):
+        stop = 2 * (number + 1)
+        wait_until(lambda stop=stop: decode.has(prefill.right, 0, stop), f"chunk {number}")
+        assert decode.is_untouched_but(stop)
+        if number + 1 < len(CHUNKS):
+            prefill.compute("r", number + 1)
+    assert decode.wait("d") == ""
+    recorded = decode.engine.recorded
+    assert recorded[counted] == recorded["bytes"] > recorded["hidden_bytes"] > 0
+    assert decode.has(prefill.right, 0, len(BLOCKS))

@@ -29,7 +29,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import MODEL_HEADS, PeerProcess, Ranks, expected_heads
-from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
+from tests.cpu.nixl_agents.streams import Decode, Prefill, check_chunk_by_chunk
 from vllm_commext.nixl.gathered import packer, read, reader
 from vllm_commext.nixl.gathered.slots import digest_of
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
@@ -200,20 +200,7 @@ def streamed(make_engine: MakeEngine) -> Iterator[tuple[Prefill, Decode]]:
 def test_chunks_are_packed_while_the_prompt_is_computed(
     streamed: tuple[Prefill, Decode],
 ) -> None:
-    prefill, decode = streamed
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    for number in range(len(CHUNKS)):
-        stop = 2 * (number + 1)
-        wait_until(lambda stop=stop: decode.has(prefill.right, 0, stop), f"chunk {number}")
-        assert decode.is_untouched_but(stop)
-        if number + 1 < len(CHUNKS):
-            prefill.compute("r", number + 1)
-    assert decode.wait("d") == ""
-    recorded = decode.engine.recorded
-    assert recorded["gathered_bytes"] == recorded["bytes"] > recorded["hidden_bytes"] > 0
-    assert decode.has(prefill.right, 0, len(BLOCKS))
+    check_chunk_by_chunk(*streamed, "gathered_bytes")
 
 
 def at_first_read(patch: Patch, step: Callable[[int], None]) -> None:

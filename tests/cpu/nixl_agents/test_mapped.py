@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_for_back_off,
     wait_until,
 )
-from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
+from tests.cpu.nixl_agents.streams import Decode, Prefill, check_chunk_by_chunk
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import HostDevice, HostOffer
 from vllm_commext.nixl.mapped import gather
@@ -268,17 +268,4 @@ def streamed(make_engine: MakeEngine) -> Iterator[tuple[Prefill, Decode]]:
 
 
 def test_chunks_are_read_while_the_prompt_is_computed(streamed: tuple[Prefill, Decode]) -> None:
-    prefill, decode = streamed
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    for number in range(len(CHUNKS)):
-        stop = 2 * (number + 1)
-        wait_until(lambda stop=stop: decode.has(prefill.right, 0, stop), f"chunk {number}")
-        assert decode.is_untouched_but(stop)
-        if number + 1 < len(CHUNKS):
-            prefill.compute("r", number + 1)
-    assert decode.wait("d") == ""
-    recorded = decode.engine.recorded
-    assert recorded["mapped_bytes"] == recorded["bytes"] > recorded["hidden_bytes"] > 0
-    assert decode.has(prefill.right, 0, len(BLOCKS))
+    check_chunk_by_chunk(*streamed, "mapped_bytes")

@@ -331,6 +331,23 @@ async def drained_to_the_end(cluster: Any, first: Any) -> bytes:
     return got
 
 
+async def drained_while_one_hangs(kit: Any, cluster: Any, engines: Beside, num_more: int) -> bytes:
+    """The same where the other engine, asked to go on, does not, while the first one may say so
+    many tokens more."""
+    first, second = cluster.decode
+
+    async def hangs(call: Any) -> None:
+        if "max_tokens" in call.body:
+            await engines.second(call)
+            return
+        for _ in range(num_more):
+            engines.is_on.release()
+        await kit.hanging(call)
+
+    first.behave, second.behave = engines.first, hangs
+    return await drained_to_the_end(cluster, first)
+
+
 async def test_the_client_goes_on_while_the_other_engine_is_asked(kit: Any) -> None:
     engines = Beside(ANSWERED)
     async with kit.cluster(num_decode=2) as cluster:
@@ -359,18 +376,7 @@ async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
     engines = Beside()
     async with kit.cluster(num_decode=2, move_pause_seconds=0.5) as cluster:
         tell(cluster, COMPUTED)
-        first, second = cluster.decode
-
-        async def hangs(call: Any) -> None:
-            if "max_tokens" in call.body:
-                await engines.second(call)
-                return
-            engines.is_on.release()
-            engines.is_on.release()
-            await kit.hanging(call)
-
-        first.behave, second.behave = engines.first, hangs
-        got = Told(await drained_to_the_end(cluster, first))
+        got = Told(await drained_while_one_hangs(kit, cluster, engines, 2))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
 
 
@@ -378,17 +384,6 @@ async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(ki
     engines = Beside()
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, COMPUTED)
-        first, second = cluster.decode
-
-        async def hangs(call: Any) -> None:
-            if "max_tokens" in call.body:
-                await engines.second(call)
-                return
-            for _ in ANSWERED:
-                engines.is_on.release()
-            await kit.hanging(call)
-
-        first.behave, second.behave = engines.first, hangs
-        got = Told(await drained_to_the_end(cluster, first))
+        got = Told(await drained_while_one_hangs(kit, cluster, engines, len(ANSWERED)))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
