@@ -8,7 +8,8 @@ decode engines on the second one, each with a KV cache of the same size, a proxy
 The prompts of a working set come in turn, again and again: the least recently used one is always
 the next, so that a cache smaller than the set has none of it.  Rounds of the ways alternate; the
 first of each, which computes everything, does not count.  At the end of a set each engine is asked
-by itself, in the same order.
+by itself, in the same order.  With `--rates` each way's prompts then come by a Poisson process, of
+the same times for both ways, as many as in all rounds that count.
 
 Writes OUT.json and OUT.md.
 """
@@ -23,9 +24,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,7 @@ def arguments() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=8000)
     add("--rounds", type=int, default=4, help="the first does not count")
     add("--concurrency", type=int, default=1)
+    add("--rates", nargs="*", type=float, default=[], help="requests/s, after the rounds")
     add("--start-seconds", type=float, default=400.0)
     add("--commit", default="?")
     add("--logs", type=Path)
@@ -145,14 +148,22 @@ def started(args: argparse.Namespace, setup: Setup, stack: ExitStack) -> list[Wa
 
 
 async def first_tokens(
-    server: Server, prompts: Sequence[Sequence[int]], concurrency: int
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    concurrency: int,
+    arrivals: Sequence[float] | None = None,
 ) -> list[float]:
-    """Seconds to the first token of each prompt, so many asked at a time."""
-    slots = asyncio.Semaphore(concurrency)
+    """Seconds to the first token of each prompt, at most so many asked at a time; of each since its
+    arrival, where these are given in seconds from now."""
+    slots, start = asyncio.Semaphore(concurrency), time.monotonic()
 
-    async def ask(session: aiohttp.ClientSession, prompt: Sequence[int]) -> float:
+    async def ask(session: aiohttp.ClientSession, prompt: Sequence[int], at: float) -> float:
+        if arrivals:
+            await asyncio.sleep(start + at - time.monotonic())
+        began = time.monotonic()
         async with slots:
-            stream, began = Stream(prompt, 2), time.monotonic()
+            stream = Stream(prompt, 2)
+            began = began if arrivals else time.monotonic()
             await stream.read(session, server.url, cluster.MODEL_NAME)
             if stream.error:
                 raise RuntimeError(f"expected an answer of {server.name}, got {stream.error}")
@@ -160,7 +171,8 @@ async def first_tokens(
 
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        return await asyncio.gather(*(ask(session, prompt) for prompt in prompts))
+        asked = zip(prompts, arrivals or [0.0] * len(prompts), strict=True)
+        return await asyncio.gather(*(ask(session, *one) for one in asked))
 
 
 def measured(
@@ -204,6 +216,40 @@ def measured(
                 **{name: added.total(counter) for name, counter in READ.items()},
             }
         )
+    for rate in args.rates:
+        rows += under_load(args, ways, prompts, share, rate)
+    return rows
+
+
+def under_load(
+    args: argparse.Namespace,
+    ways: Sequence[Way],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    share: float,
+    rate: float,
+) -> list[dict[str, Any]]:
+    """A row for each way, whose prompts come by a Poisson process."""
+    rows: list[dict[str, Any]] = []
+    for way in ways:
+        dice, before = random.Random(rate), scrape(way.prefill.url)
+        asked = list(prompts[way.name]) * (args.rounds - 1)
+        arrivals = list(accumulate(dice.expovariate(rate) for _ in asked))
+        found = asyncio.run(first_tokens(way.proxy, asked, len(asked), arrivals))
+        added = scrape(way.prefill.url).minus(before)
+        mean_ms = statistics.mean(found) * 1e3
+        print(f"{share:g} {way.name}, {rate:g}/s: {mean_ms:.0f} ms", flush=True)
+        rows.append(
+            {
+                "set": share,
+                "prompts": len(prompts[way.name]),
+                "way": f"{way.name}, {rate:g} requests/s",
+                "mean ms": mean_ms,
+                "median ms": statistics.median(found) * 1e3,
+                "round means ms": [],
+                "alone ms": [],
+                **{name: added.total(counter) for name, counter in READ.items()},
+            }
+        )
     return rows
 
 
@@ -221,8 +267,8 @@ def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]
         [
             *(f"{row['set']:g}", str(row["prompts"]), row["way"]),
             *(f"{row['mean ms']:.1f}", f"{row['median ms']:.1f}"),
-            " / ".join(f"{one:.0f}" for one in row["round means ms"]),
-            " / ".join(f"{one:.0f}" for one in row["alone ms"]),
+            " / ".join(f"{one:.0f}" for one in row["round means ms"]) or "-",
+            " / ".join(f"{one:.0f}" for one in row["alone ms"]) or "-",
             *(f"{row[name]:.0f}" for name in READ),
         ]
         for row in rows
