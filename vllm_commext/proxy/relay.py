@@ -50,13 +50,20 @@ class _GivenUpError(Exception):
 
 
 PACE = 1.5
-"""Between events that are held back, times what is between the engine's."""
+"""Between events sent while more are held back, times what is between the engine's."""
 _GAIN = 0.1
 _END = b"\n\n"
 LEFT = "left"
 """Kind of the failure of a stream that has been told to leave its engine, and can go on there."""
 Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
 """Gives the rest of a stream that has failed so, from another engine; None where there is none."""
+
+
+def seconds_to_next(gap: float, since: float) -> float:
+    """For which an event is held back, where engines' events come every *gap* seconds and the
+    client got one *since*: none where the event came late by itself, so that a slow step of the
+    engine does not take longer for being paced."""
+    return max(0.0, PACE * gap - since)
 
 
 class Relay:
@@ -88,7 +95,7 @@ class Relay:
         self._is_engines_turn = False
         self._watch: StreamWatch | None = None
         self._leaves = False
-        self._is_paced, self._later, self._gap = False, b"", 0.0
+        self._is_paced, self._later, self._gap, self._sent = False, b"", 0.0, 0.0
         self.has_sent_end = False
 
     def pace(self, is_on: bool) -> None:
@@ -169,6 +176,7 @@ class Relay:
                 ready = with_cached_tokens(ready, cached_tokens)
             if ready:
                 await response.write(ready)
+                self._sent = asyncio.get_running_loop().time()
                 self.has_sent_end = ready.rstrip().endswith(DONE)
             if transcript is not None and transcript.has_failed:
                 raise _GivenUpError
@@ -205,9 +213,11 @@ class Relay:
         await response.write_eof()
 
     async def _next_later(self) -> bytes:
-        """The next event that was held back, after its time; all, if no more are."""
+        """The next event that was held back, at its time, which may have passed; all, if no more
+        are."""
         if self._is_paced:
-            await asyncio.sleep(PACE * self._gap)
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(seconds_to_next(self._gap, now - self._sent))
         if not self._is_paced:
             ready, self._later = self._later, b""
             return ready

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_commext.drain import LEAVING
 from vllm_commext.proxy.engines import read_capabilities
+from vllm_commext.proxy.relay import seconds_to_next
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.transcript import ANSWER
 
@@ -270,6 +271,13 @@ async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> No
             first.drains = True
             got += await response.read()
         assert (Told(got).text, Told(got).resumed) == ("abcd", [1])
+
+
+@pytest.mark.parametrize(
+    ("since", "expected"), [(0.0, 0.024), (0.016, 0.008), (0.024, 0.0), (0.05, 0.0)]
+)
+def test_a_slow_step_does_not_take_longer_for_being_paced(since: float, expected: float) -> None:
+    assert seconds_to_next(0.016, since) == pytest.approx(expected)
 
 
 class Beside(Engines):
