@@ -18,6 +18,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import runpy
 import select
@@ -172,6 +173,26 @@ def share_gloo_device() -> None:
     gloo.__init__ = make_with_device
 
 
+def keep_levels() -> None:
+    """From now on a logger that is given the level it has forgets nothing: each process of a server
+    gives 400 loggers of vLLM's theirs anew, and each time all 1,500 would forget what they have
+    found out, in pages that the processes share."""
+    give = logging.Logger.setLevel
+
+    def give_another(self: logging.Logger, level: int | str) -> None:
+        if self.level != level:
+            give(self, level)
+
+    logging.Logger.setLevel = give_another
+
+
+def find_options() -> None:
+    """Have vLLM find out now what options it has, which it remembers."""
+    arguments = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is not None:
+        arguments.EngineArgs.add_cli_args(arguments.FlexibleArgumentParser())
+
+
 def serve_spawns() -> None:
     """From now on ``multiprocessing`` spawns by forking a copy of this process as it is here.
 
@@ -284,6 +305,8 @@ def main() -> None:
     inspect_models_here()
     override_kernels_here()
     share_gloo_device()
+    keep_levels()
+    find_options()
     gc.collect()
     gc.freeze()  # no collection writes to pages that the children share
     gc.enable()
