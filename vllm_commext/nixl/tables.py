@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.gathered.slots import Int64Array
+from vllm_commext.nixl.geometry.plan import Int64Array
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.reuse.offers import GenerationTable

@@ -2,6 +2,7 @@
 pieces bring, and whatever goes wrong, the pieces are read."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.cpu.nixl_agents.gathered import (
+    LONG_SECONDS,
     NUM_LAYERS,
     SLOTS,
     copy_block,
@@ -38,6 +40,7 @@ from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Hold, Load
 from vllm_commext.nixl.transfer_thread import GiveUp
+from vllm_commext.nixl.transport.agent import DONE
 from vllm_commext.nixl.wire import messages as wire
 
 pytestmark = pytest.mark.timeout(300)
@@ -201,6 +204,67 @@ def test_chunks_are_packed_while_the_prompt_is_computed(
     streamed: tuple[Prefill, Decode],
 ) -> None:
     check_chunk_by_chunk(*streamed, "gathered_bytes")
+
+
+def test_a_slow_look_is_not_taken_for_a_silent_peer(pair: Pair, monkeypatch: Patch) -> None:
+    """Nor is whatever else keeps this worker's thread from looking."""
+    monkeypatch.setattr(read, "PATIENCE_SECONDS", 0.1)
+    take, looks = reader.Words.take, []
+
+    def slow(words: Any) -> Any:
+        looks.append(time.monotonic())
+        if looks[-1] - looks[0] < 0.5:
+            return None
+        monkeypatch.setattr(read, "PATIENCE_SECONDS", LONG_SECONDS)
+        return take(words)
+
+    monkeypatch.setattr(reader.Words, "take", slow)
+    assert pair.load("r", OWN, THEIRS) == NUM_BYTES
+
+
+def test_a_look_that_fails_has_the_pieces_read(
+    pair: Pair, monkeypatch: Patch, log_lines: Lines
+) -> None:
+    monkeypatch.setattr(reader, "AVOID_SECONDS", 0.0)
+    free = len(pair.decode.gathering.table._free)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "DONE", "what it should be")
+        assert pair.load("r", OWN, THEIRS) == 0
+    assert [one for one in log_lines.messages if one.endswith("goes on in pieces: DONE")]
+    assert pair.load("again", OWN, THEIRS) == NUM_BYTES
+    assert len(pair.decode.gathering.table._free) == free
+    pair.wait_at_rest()
+
+
+def test_a_part_is_offered_before_the_next_one_is_begun(pair: Pair, monkeypatch: Patch) -> None:
+    pack, offered = packer.Packer._pack, []
+
+    def noted(one: Any, *args: Any) -> Any:
+        offered.append(sum(word > 0 for word in pair.words))
+        return pack(one, *args)
+
+    monkeypatch.setattr(packer.Packer, "_pack", noted)
+    stranger = Stranger(pair)
+    stranger.ask([[0], [1]])
+    wait_until(lambda: sum(word > 0 for word in pair.words) == 2, "both slots to be packed")
+    assert offered == [0, 1]
+
+
+def test_a_copy_that_fails_ends_the_ticket_and_no_slot_is_lost(
+    pair: Pair, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(read, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(reader, "AVOID_SECONDS", 0.0)
+    states = ["a failure"]
+    monkeypatch.setattr(
+        pair.prefill.gathering.copies, "state", lambda _: states.pop() if states else DONE
+    )
+    assert pair.load("r", OWN, THEIRS) == 0
+    assert not states
+    assert all(slot.is_free for slot in pair.packer._slots)
+    monkeypatch.setattr(read, "PATIENCE_SECONDS", LONG_SECONDS)
+    assert pair.load("again", OWN, THEIRS) == NUM_BYTES
+    pair.wait_at_rest()
 
 
 def at_first_read(patch: Patch, step: Callable[[int], None]) -> None:

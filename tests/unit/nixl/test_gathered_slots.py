@@ -12,12 +12,13 @@ from vllm_commext.nixl.gathered.slots import (
     ALIGNMENT,
     MAX_TICKET,
     Descriptors,
+    begins_of,
     cut,
-    offsets_of,
     word_of,
 )
 from vllm_commext.nixl.geometry.lanes import Grid
 from vllm_commext.nixl.geometry.plan import Section
+from vllm_commext.nixl.mapped.gather import Places
 
 SLOT_BYTES = 256
 
@@ -37,18 +38,19 @@ def test_parts_are_as_long_as_they_can_be(lengths: list[int], max_pieces: int) -
             room = SLOT_BYTES
         expected[-1].append(number)
         room -= size
-    found = cut(array(lengths), SLOT_BYTES, max_pieces)
+    found = cut(begins_of(array(lengths)), SLOT_BYTES, max_pieces)
     assert [list(range(part.start, part.stop)) for part in found] == expected
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
 def test_pieces_of_a_part_lie_apart_and_aligned(lengths: list[int]) -> None:
     taken: set[int] = set()
-    for begin, length in zip(offsets_of(array(lengths)).tolist(), lengths, strict=True):
+    *begins, end = begins_of(array(lengths)).tolist()
+    for begin, length in zip(begins, lengths, strict=True):
         assert begin % ALIGNMENT == 0
         assert taken.isdisjoint(range(begin, begin + length))
         taken.update(range(begin, begin + length))
-    assert max(taken) < sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
+    assert max(taken) < end == sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
 
 
 def test_words_differ_and_none_is_that_of_nothing() -> None:
@@ -76,17 +78,35 @@ def sections(draw: Any) -> list[Section]:
     return made
 
 
-@given(sections())
-def test_each_descriptor_is_of_the_block_that_has_its_cell(made: list[Section]) -> None:
-    expected: list[int] = []
+@given(sections(), st.data())
+def test_each_descriptor_is_of_the_block_that_has_its_cell(
+    made: list[Section], data: st.DataObject
+) -> None:
+    """And where its row says, and as long; lanes and cells are wherever they are."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    expected: list[tuple[int, int, int]] = []
+    numbers = st.integers(1, 1 << 40)
     for one in made:
         grid = one.remote
         for _ in range(one.num_lanes):
             for _ in range(grid.cells_per_row):
-                expected += [row // grid.rows_per_block for row in range(grid.num_rows)]
-    everything = np.arange(len(expected), dtype=np.int32)
-    found = Descriptors(made)
-    assert found.blocks_of(everything).tolist() == expected
+                address, length, stride = (data.draw(numbers) for _ in range(3))
+                rows.append((address, length, 3, stride, grid.num_rows))
+                for number in range(grid.num_rows):
+                    block = number // grid.rows_per_block
+                    expected.append((block, address + number * stride, length))
+    places = Places.of(np.array(rows, dtype=np.uint64))
+    found = Descriptors(places, made)
+    order = np.array(data.draw(st.permutations(range(len(expected)))), dtype=np.int32)
+    columns = [column.tolist() for column in found.at(order)]
+    assert list(zip(*columns, strict=True)) == [expected[number] for number in order.tolist()]
+    assert places.lengths_of(order).tolist() == columns[2]
     for wrong in ([], [-1], [len(expected)], [0, len(expected)]):
         with pytest.raises(ProtocolError):
-            found.blocks_of(np.array(wrong, dtype=np.int32))
+            found.at(np.array(wrong, dtype=np.int32))
+
+
+def test_lengths_where_all_are_equal() -> None:
+    rows = np.array([(0, 48, 0, 64, 5), (1000, 48, 0, 64, 7)], dtype=np.uint64)
+    places, indices = Places.of(rows), np.array([11, 0, 4], dtype=np.int32)
+    assert places.lengths_of(indices).tolist() == places.at(indices)[1].tolist() == [48] * 3

@@ -16,14 +16,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.errors import CommextError, ProtocolError
-from vllm_commext.nixl.gathered.slots import Descriptors, aligned, digest_of, offsets_of, word_of
+from vllm_commext.nixl.gathered.slots import Descriptors, begins_of, digest_of, word_of
 from vllm_commext.nixl.gathered.staging import Gathering, Place
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 from vllm_commext.nixl.geometry.plan import plan_read
@@ -53,13 +53,6 @@ SILENT_SECONDS = 1.0
 """A ticket is forgotten when its reader has said nothing, and nothing was packed, for as long."""
 _LAYOUT = msgspec.msgpack.Decoder(CacheLayout)
 Mask = npt.NDArray[np.bool_]
-
-
-class _Plan(NamedTuple):
-    """What a reader's numbers of descriptors mean."""
-
-    places: Places
-    descriptors: Descriptors
 
 
 @dataclass(eq=False)
@@ -95,7 +88,7 @@ class Packer:
     def __init__(self, local: LocalWorker, recorder: TransferRecorder) -> None:
         self._local = local
         self._recorder = recorder
-        self._plans: OrderedDict[bytes, _Plan] = OrderedDict()
+        self._plans: OrderedDict[bytes, Descriptors] = OrderedDict()
         self._tickets: dict[int, _Ticket] = {}
         offer = local.gathering.offer if local.gathering is not None else None
         self._place = Place(0, 0, 0)
@@ -152,7 +145,7 @@ class Packer:
             raise ProtocolError(f"a reader's layout: {error}") from error
         if not len(rows) or digest_of(rows) != told.digest:
             raise ProtocolError("expected a reader that plans as this worker does: same release?")
-        self._plans[told.digest] = _Plan(Places.of(rows), Descriptors(plan.sections))
+        self._plans[told.digest] = Descriptors(Places.of(rows), plan.sections)
         self._plans.move_to_end(told.digest)
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
@@ -183,8 +176,7 @@ class Packer:
         if not len(self):
             return
         self._gathering.enter()
-        for number, slot in enumerate(self._slots):
-            self._look(number, slot)
+        self._look_at_slots()
         now = time.monotonic()
         for name, ticket in list(self._tickets.items()):
             try:
@@ -193,6 +185,10 @@ class Packer:
                 self._refuse(name, error)
             if now - ticket.moved >= SILENT_SECONDS:
                 self._free(name, None)
+
+    def _look_at_slots(self) -> None:
+        for number, slot in enumerate(self._slots):
+            self._look(number, slot)
 
     def _look(self, number: int, slot: _Slot) -> None:
         """Say that a slot is packed as soon as it is."""
@@ -206,7 +202,7 @@ class Packer:
             self._gathering.words[0, number] = word_of(slot.ticket, slot.part)
 
     def _pack_for(self, name: int, ticket: _Ticket, held: Callable[[str], Hold | None]) -> None:
-        """Pack what there are slots for."""
+        """Pack what there are slots for; what is packed meanwhile is said at once."""
         plan = self._plans.get(ticket.ask.plan)
         if plan is None:
             return  # it may come behind the ask
@@ -219,6 +215,9 @@ class Packer:
             slot = self._slots[number]
             slot.posting = self._pack(number, plan, content, allowed)
             slot.ticket, slot.part, ticket.moved = name, part, time.monotonic()
+            self._look_at_slots()
+            if name not in self._tickets:
+                return
 
     def _free_slot(self) -> int | None:
         return next((number for number, slot in enumerate(self._slots) if slot.is_free), None)
@@ -244,7 +243,7 @@ class Packer:
                 ticket.allowed[np.asarray(block_ids, dtype=np.int64)] = True
         return ticket.allowed
 
-    def _pack(self, number: int, plan: _Plan, content: bytes, allowed: Mask) -> Posting:
+    def _pack(self, number: int, plan: Descriptors, content: bytes, allowed: Mask) -> Posting:
         """Begin to pack a part.
 
         Raises:
@@ -252,17 +251,15 @@ class Packer:
         """
         if len(content) % 4 or len(content) > 4 * MAX_PIECES:
             raise ProtocolError(f"expected up to {MAX_PIECES} numbers, got {len(content)} bytes")
-        indices = np.frombuffer(content, dtype="<i4")
-        if not allowed[plan.descriptors.blocks_of(indices)].all():
+        blocks, sources, lengths = plan.at(np.frombuffer(content, dtype="<i4"))
+        if not allowed[blocks].all():
             raise ProtocolError("expected blocks of the request, got others")
-        sources, lengths = plan.places.at(indices)
-        num_bytes = int(aligned(lengths).sum())
-        if num_bytes > self._place.slot_bytes:
+        begins = begins_of(lengths)
+        if begins[-1] > self._place.slot_bytes:
             raise ProtocolError(
-                f"expected at most {self._place.slot_bytes} bytes in a part, got {num_bytes}"
+                f"expected at most {self._place.slot_bytes} bytes in a part, got {begins[-1]}"
             )
-        targets = self._place.slot(number) + offsets_of(lengths)
-        return self._gathering.copy(np.stack((sources, targets), axis=1), lengths)
+        return self._gathering.copy(sources, self._place.slot(number) + begins[:-1], lengths)
 
     def _free(self, name: int, parts: set[int] | None) -> None:
         """A ticket's parts have been read, or with None it is to be forgotten."""

@@ -10,19 +10,17 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm_commext.nixl.gathered.reader import GatheredReader
+from vllm_commext.nixl.gathered.reader import GatheredReader, Words
 from vllm_commext.nixl.gathered.slots import (
     MAX_TICKET,
     PART_BITS,
-    Int64Array,
-    aligned,
+    begins_of,
     cut,
-    offsets_of,
     word_of,
 )
 from vllm_commext.nixl.geometry.plan import Pairs
@@ -48,13 +46,15 @@ class Claim(NamedTuple):
     row: int
 
 
-class _Phase(Enum):
-    """Of a part: waits to be packed, its slot is read, it is to be proven that the slot had it all
-    the while, it is unpacked, it is here."""
+class _Phase(IntEnum):
+    """Of a part: waits to be packed, is packed, its slot is read, it is to be proven that the slot
+    had it all the while, it is to be unpacked, is unpacked, is here."""
 
     WAITING = auto()
+    PACKED = auto()
     READING = auto()
     PROVING = auto()
+    PROVEN = auto()
     UNPACKING = auto()
     HERE = auto()
 
@@ -66,8 +66,7 @@ class _Part:
     Attributes:
         word: what stands for it.
         pieces: which of the read's.
-        lengths: of the pieces.
-        targets: where they belong.
+        num_bytes: in its slot.
         theirs: the peer's slot that it is in, -1 before that is known.
         own: this worker's slot, -1 while it has none.
         posting: the read of the slot, or its unpacking.
@@ -75,8 +74,7 @@ class _Part:
 
     word: int
     pieces: slice
-    lengths: Int64Array
-    targets: Int64Array
+    num_bytes: int
     phase: _Phase = _Phase.WAITING
     theirs: int = -1
     own: int = -1
@@ -89,21 +87,24 @@ class GatheredRead:
     def __init__(self, reader: GatheredReader, pairs: Pairs, claim: Claim) -> None:
         self._reader = reader
         self._pairs = pairs
-        targets, lengths = reader.local.at(pairs.local)
+        self._lengths = reader.local.lengths_of(pairs.local)
+        self._begins = begins_of(self._lengths)
         self._ticket = secrets.randbelow(MAX_TICKET - 1) + 1
         self._parts = [
-            _Part(word_of(self._ticket, number), pieces, lengths[pieces], targets[pieces])
-            for number, pieces in enumerate(cut(lengths, reader.part_bytes, MAX_PIECES))
+            _Part(word_of(self._ticket, number), pieces, self._size(pieces))
+            for number, pieces in enumerate(cut(self._begins, reader.part_bytes, MAX_PIECES))
         ]
-        self._words: Posting | None = None
-        self._cells: list[int] = []
+        self._words: Words | None = None
         self._proving: list[_Part] = []
         self._failure = ""
         self._rest: UnderWay | None = None
-        self._moved = time.monotonic()
         self.num_merged = self.num_gathered = 0
         for message in self._asks(claim):
             reader.tell(message)
+        self._moved = time.monotonic()
+
+    def _size(self, pieces: slice) -> int:
+        return int(self._begins[pieces.stop] - self._begins[pieces.start])
 
     def _asks(self, claim: Claim) -> Iterator[wire.GatherAsk]:
         contents = [self._pairs.remote[part.pieces].astype("<i4").tobytes() for part in self._parts]
@@ -123,10 +124,10 @@ class GatheredRead:
 
     @property
     def num_open(self) -> int:
-        """See ``UnderWay``."""
-        missing = sum(part.phase is not _Phase.HERE for part in self._parts)
-        rest = missing if self._rest is None else self._rest.num_open
-        return rest + (self._words is not None)
+        """See ``UnderWay``; a part counts as many times as there are phases before it."""
+        if self._rest is not None:
+            return self._rest.num_open + (self._words is not None)
+        return sum(_Phase.HERE - part.phase for part in self._parts) + (self._words is not None)
 
     def look(self) -> str | None:
         """See ``UnderWay``."""
@@ -146,13 +147,9 @@ class GatheredRead:
             if part.posting is not None:
                 self._look_at(part, part.posting)
         self._look_at_words()
-        if not self._failure:
-            self._read_slots()
-        missing = self._open()
-        is_moving = any(part.posting is not None or part.theirs >= 0 for part in missing)
-        is_late = time.monotonic() - self._moved >= PATIENCE_SECONDS
-        if missing and not is_moving and is_late:
-            self._fail("nothing came")
+        for step in (self._read_slots, self._unpack):  # as the peer, and the way here, are idle
+            if not self._failure:
+                step()
         if self._failure and not any(part.posting is not None for part in self._parts):
             self._read_rest()
 
@@ -168,7 +165,7 @@ class GatheredRead:
         if error:
             self._fail(error)
         elif part.phase is _Phase.UNPACKING:
-            self.num_gathered += int(part.lengths.sum())
+            self.num_gathered += int(self._lengths[part.pieces].sum())
             self._move(part, _Phase.HERE)
         else:
             self.num_merged += posting.num_merged
@@ -186,59 +183,63 @@ class GatheredRead:
         part.own = -1
 
     def _look_at_words(self) -> None:
-        """See what is in the peer's slots, and begin to look anew, as long as anything is awaited
-        from it."""
-        for _ in range(2):  # within a host a look has ended by the time that it is begun
-            if self._words is not None:
-                error = self._words.look()
-                if error is None:
-                    return
-                words = self._reader.peer.words.own.cells[self._cells[0]].tolist()
-                self._end_look()
-                if error:
-                    self._fail(error)
-                elif not self._failure:
-                    self._judge(words)
-            if self._failure or not any(
-                part.theirs < 0 or part.phase is _Phase.PROVING for part in self._open()
-            ):
-                return
-            self._begin_look()
-
-    def _begin_look(self) -> None:
-        table = self._reader.peer.words
-        self._cells = table.own.take() or []
-        if not self._cells:
-            return  # others look; later
-        self._proving = [part for part in self._parts if part.phase is _Phase.PROVING]
+        """See what is in the peer's slots, as long as anything is awaited from it."""
         try:
-            self._words = Posting(self._reader.agent, [table.make_read(self._cells, [0])])
+            is_old = self._words is not None and self._words.is_open
+            if self._see_words() and is_old:
+                self._see_words()  # what has ended since that look was begun
+            words, is_needed = self._words, any(part.phase < _Phase.PROVEN for part in self._parts)
+            if words is not None and not words.is_open and (self._failure or not is_needed):
+                self._words = None
+                words.close()
         except Exception as error:  # noqa: BLE001 NIXL raises many types
-            self._end_look()
-            self._fail(str(error))
+            self._fail(str(error) or "its words cannot be read")
 
-    def _end_look(self) -> None:
-        self._words = None
-        self._reader.peer.words.own.give_back(self._cells)
-        self._cells = []
+    def _awaits(self) -> bool:
+        """Whether a look would be of use."""
+        phases = (_Phase.WAITING, _Phase.PROVING)
+        return not self._failure and any(part.phase in phases for part in self._parts)
 
-    def _judge(self, words: list[int]) -> None:
+    def _see_words(self) -> bool:
+        """Begin a look unless one is under way, and judge by what it has found; False where nothing
+        is known yet."""
+        self._words = self._words or (self._reader.look() if self._awaits() else None)
+        if self._words is None:
+            return False  # others look; later
+        if not self._words.is_open:
+            if not self._awaits():
+                return False
+            self._proving = [part for part in self._parts if part.phase is _Phase.PROVING]
+            self._words.begin()
+        words = self._words.take()
+        if words is not None and not self._failure:
+            self._judge(words, self._words.begun)
+        return words is not None
+
+    def _judge(self, words: list[int], begun: float) -> None:
         """What a look has found: parts that have been packed, and parts that were read and are
         still there."""
         slots = {word: number for number, word in enumerate(words)}
         for part in self._parts:
-            if part.phase is _Phase.WAITING and part.theirs < 0:
-                part.theirs = slots.get(part.word, -1)
-        kept = [part for part in self._proving if slots.get(part.word, -1) == part.theirs]
-        if len(kept) < len(self._proving):
+            if part.phase is _Phase.WAITING and part.word in slots:
+                part.theirs = slots[part.word]
+                self._move(part, _Phase.PACKED)
+        if any(slots.get(part.word, -1) != part.theirs for part in self._proving):
             self._fail("a slot was used again before it was read")
             return
-        for part in kept:
-            self._unpack(part)
-        if kept and not self._failure:
-            taken = [part.word & (1 << PART_BITS) - 1 for part in kept]
-            phases = (_Phase.UNPACKING, _Phase.HERE)
-            self._say(taken, ends=all(part.phase in phases for part in self._parts))
+        for part in self._proving:
+            self._move(part, _Phase.PROVEN)
+        if self._proving:
+            taken = [part.word & (1 << PART_BITS) - 1 for part in self._proving]
+            self._say(taken, ends=all(part.phase >= _Phase.PROVEN for part in self._parts))
+        elif begun - self._moved >= PATIENCE_SECONDS and self._waits_in_vain():
+            self._fail("nothing came")
+
+    def _waits_in_vain(self) -> bool:
+        """Whether nothing is under way but what the peer is to pack.  What this thread did else for
+        long, or a look that took long, says nothing of the peer: what counts is that a look that
+        was begun after all that has found nothing."""
+        return all(part.phase in (_Phase.WAITING, _Phase.HERE) for part in self._parts)
 
     def _say(self, taken: list[int], *, ends: bool) -> None:
         try:
@@ -249,15 +250,14 @@ class GatheredRead:
     def _read_slots(self) -> None:
         """Read the slots that have been packed, as far as there are slots here."""
         for part in self._parts:
-            if part.phase is not _Phase.WAITING or part.theirs < 0:
+            if part.phase is not _Phase.PACKED:
                 continue
             own = self._reader.incoming.take()
             if own is None:
                 return
             part.own = own
-            num_bytes = int(aligned(part.lengths).sum())
             try:
-                read = self._reader.make_read(part.theirs, own, num_bytes)
+                read = self._reader.make_read(part.theirs, own, part.num_bytes)
                 part.posting = Posting(self._reader.agent, [read])
             except Exception as error:  # noqa: BLE001 NIXL raises many types
                 self._give_back(part)
@@ -265,17 +265,22 @@ class GatheredRead:
                 return
             self._move(part, _Phase.READING)
 
-    def _unpack(self, part: _Part) -> None:
-        if self._failure:
-            return
-        sources = self._reader.incoming.place.slot(part.own) + offsets_of(part.lengths)
-        places = np.stack((sources, part.targets), axis=1)
-        try:
-            part.posting = self._reader.gathering.copy(places, part.lengths)
-        except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
-            self._fail(str(error))
-            return
-        self._move(part, _Phase.UNPACKING)
+    def _unpack(self) -> None:
+        """Unpack what is proven."""
+        reader = self._reader
+        for part in self._parts:
+            if part.phase is not _Phase.PROVEN:
+                continue
+            pieces = part.pieces
+            slot = reader.incoming.place.slot(part.own)
+            sources = self._begins[pieces] + (slot - self._begins[pieces.start])
+            targets, lengths = reader.local.at(self._pairs.local[pieces])
+            try:
+                part.posting = reader.gathering.copy(sources, targets, lengths)
+            except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+                self._fail(str(error))
+                return
+            self._move(part, _Phase.UNPACKING)
 
     def _fail(self, reason: str) -> None:
         """The rest is to be read in pieces, when nothing else is under way."""
@@ -297,7 +302,8 @@ class GatheredRead:
         missing = [np.arange(part.pieces.start, part.pieces.stop) for part in self._open()]
         if not missing:
             return
-        chosen, num_bytes = np.concatenate(missing), sum(int(p.lengths.sum()) for p in self._open())
+        chosen = np.concatenate(missing)
+        num_bytes = int(self._lengths[chosen].sum())
         rest = Pairs(self._pairs.local[chosen], self._pairs.remote[chosen], num_bytes)
         try:
             self._rest = self._reader.pieces.post(rest)

@@ -14,7 +14,7 @@ from vllm_commext.nixl.gathered.slots import digest_of
 from vllm_commext.nixl.gathered.staging import Gathering, Place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.mapped.gather import Places, num_runs
-from vllm_commext.nixl.transport.agent import NixlAgent
+from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader
 from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire import messages as wire
@@ -46,6 +46,60 @@ class PackingPeer:
             return None
         memory = described.memory_type, described.device_id
         return cls(described.engine_id, name, described.staging, *memory, tables[SLOTS])
+
+
+class Words:
+    """Looks at the words of a peer's slots, one after the other, by one handle of NIXL's.
+
+    Attributes: ``is_open``: a look is under way.  ``begun``: when the last look was begun, in
+        seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, agent: NixlAgent, table: RemoteTable, cells: list[int]) -> None:
+        self._agent = agent
+        self._table = table.own
+        self._cells = cells
+        self._handle = table.make_read(cells, [0])
+        self.is_open = False
+        self.begun = 0.0
+
+    @classmethod
+    def of(cls, agent: NixlAgent, table: RemoteTable) -> Words | None:
+        """None while others have all cells."""
+        cells = table.own.take()
+        if cells is None:
+            return None
+        try:
+            return cls(agent, table, cells)
+        except Exception:
+            table.own.give_back(cells)
+            raise
+
+    def begin(self) -> None:
+        """Begin to look."""
+        self.begun = time.monotonic()
+        self._agent.post(self._handle)
+        self.is_open = True
+
+    def take(self) -> list[int] | None:
+        """What the look has found, None while it is under way.
+
+        Raises:
+            ConnectionError: it has failed.
+        """
+        self.is_open = False  # also where NIXL raises
+        state = self._agent.state(self._handle)
+        if state == IN_PROGRESS:
+            self.is_open = True
+            return None
+        if state != DONE:
+            raise ConnectionError(state)
+        return self._table.cells[self._cells[0]].tolist()
+
+    def close(self) -> None:
+        """Give all back; no look may be under way."""
+        self._table.give_back(self._cells)
+        self._agent.release_read(self._handle)
 
 
 class GatheredReader:
@@ -82,6 +136,10 @@ class GatheredReader:
         )
         self._avoided_until = 0.0
         self._has_told = False
+
+    def look(self) -> Words | None:
+        """What looks at the peer's slots, None while others have all cells."""
+        return Words.of(self.agent, self.peer.words)
 
     def suits(self, pairs: Pairs) -> bool:
         """Whether this is faster than NIXL alone: it would have to move many small pieces."""

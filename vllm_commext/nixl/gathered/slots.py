@@ -14,13 +14,12 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array
-from vllm_commext.nixl.geometry.plan import Section
+from vllm_commext.nixl.geometry.plan import Int64Array, Section
+from vllm_commext.nixl.mapped.gather import Places
 
-Int64Array = npt.NDArray[np.int64]
 ALIGNMENT = 16
 PART_BITS = 16
 MAX_TICKET = 1 << (64 - PART_BITS)
@@ -31,60 +30,60 @@ def word_of(ticket: int, part: int) -> int:
     return ticket << PART_BITS | part
 
 
-def aligned(lengths: Int64Array) -> Int64Array:
-    """Bytes that pieces take in a slot."""
-    return -(-lengths // ALIGNMENT) * ALIGNMENT
+def begins_of(lengths: Int64Array) -> Int64Array:
+    """Where pieces of these lengths begin if they lie one behind the other, and where the last one
+    ends: ``[n + 1]``."""
+    begins = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum((lengths + (ALIGNMENT - 1)) & -ALIGNMENT, out=begins[1:])
+    return begins
 
 
-def offsets_of(lengths: Int64Array) -> Int64Array:
-    """Where each piece of a part begins in its slot."""
-    sizes = aligned(lengths)
-    return np.cumsum(sizes) - sizes
-
-
-def cut(lengths: Int64Array, slot_bytes: int, max_pieces: int) -> list[slice]:
-    """Parts of pieces of these lengths, none longer than a slot."""
-    ends = np.cumsum(aligned(lengths))
+def cut(begins: Int64Array, slot_bytes: int, max_pieces: int) -> list[slice]:
+    """Parts of pieces that begin so, see ``begins_of``, none longer than a slot."""
+    count = len(begins) - 1
     parts: list[slice] = []
-    begin = 0
-    while begin < len(lengths):
-        room = slot_bytes + (int(ends[begin - 1]) if begin else 0)
-        stop = min(int(np.searchsorted(ends, room, side="right")), begin + max_pieces)
-        parts.append(slice(begin, stop))
-        begin = stop
+    first = 0
+    while first < count:
+        stop = int(np.searchsorted(begins, begins[first] + slot_bytes, side="right")) - 1
+        stop = min(stop, first + max_pieces)
+        parts.append(slice(first, stop))
+        first = stop
     return parts
 
 
 class Descriptors:
-    """Which remote block each remote descriptor of a plan is of.
+    """What the numbers of a plan's remote descriptors mean.
 
     Args:
-        sections: the plan's.
+        places: where they are.
+        sections: the plan's, one behind the other.
     """
 
-    def __init__(self, sections: Sequence[Section]) -> None:
-        self._offsets = np.array([one.remote_offset for one in sections], dtype=np.int64)
-        grids = [one.remote for one in sections]
-        columns = [
-            (grid.num_cells, grid.num_rows, grid.cells_per_row, grid.cells_per_block)
-            for grid in grids
+    def __init__(self, places: Places, sections: Sequence[Section]) -> None:
+        self._places = places
+        rows = [
+            (cell, one.remote.cells_per_row, one.remote.cells_per_block)
+            for one in sections
+            for _ in range(one.num_lanes)
+            for cell in range(one.remote.cells_per_row)
         ]
-        self._columns = np.array(columns, dtype=np.int64)
+        self._rows = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         ends = (one.remote_offset + one.num_lanes * one.remote.num_cells for one in sections)
         self._count = max(ends, default=0)
 
-    def blocks_of(self, indices: Int32Array) -> Int64Array:
-        """The block of each of these descriptors.
+    def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The block of each of these descriptors, its address and its length.
 
         Raises:
             ProtocolError: there are none, or one is no descriptor of the plan.
         """
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= self._count:
             raise ProtocolError(f"expected descriptors 0 to {self._count - 1}, and at least one")
-        section = np.searchsorted(self._offsets, indices, side="right") - 1
-        num_cells, num_rows, per_row, per_block = self._columns[section].T
-        cell, row = np.divmod((indices - self._offsets[section]) % num_cells, num_rows)
-        return (row * per_row + cell) // per_block
+        places = self._places
+        row, number = places.find(indices)
+        cell, per_row, per_block = self._rows[:, row]
+        address = places.addresses[row] + number * places.strides[row]
+        return (number * per_row + cell) // per_block, address, places.lengths[row]
 
 
 def digest_of(rows: UInt64Array) -> bytes:

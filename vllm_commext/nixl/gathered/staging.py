@@ -4,7 +4,7 @@ and what copies pieces to and from them."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vllm_commext.nixl.config import MAX_SLOTS, ConnectorConfig
-from vllm_commext.nixl.gathered.slots import Int64Array
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, strided_row
+from vllm_commext.nixl.geometry.plan import Int64Array
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.gather import Batch, CudaDevice, Gatherer, batches_of
 from vllm_commext.nixl.transport.agent import DONE, NixlAgent
@@ -62,13 +62,17 @@ class HostCopies:
 class CudaCopies(Gatherer):
     """Copies pieces by the kernel, on a stream of its own.
 
+    Args:
+        num_slots: that are packed or unpacked at a time; host memory is pinned for all of them
+            now, for it takes a while.
+
     Raises:
         UnsupportedError: this GPU has no such kernel.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, num_slots: int, **settings: Any) -> None:
         self._cuda = CudaDevice(**settings)
-        super().__init__(self._cuda)
+        super().__init__(self._cuda, num_slots)
 
     def enter(self) -> None:
         """Let the calling thread use it."""
@@ -151,7 +155,8 @@ class Gathering:
     """
 
     def __init__(self, config: ConnectorConfig, device: torch.device, copies: Any = None) -> None:
-        self.copies = copies or (CudaCopies() if device.type == "cuda" else HostCopies())
+        on_gpu = device.type == "cuda"
+        self.copies = copies or (CudaCopies(2 * config.gather_slots) if on_gpu else HostCopies())
         self.words = np.zeros((1, MAX_SLOTS), dtype=np.uint64)
         self.table = Table(SLOTS, self.words, NUM_CELLS)
         self.offer: StagingOffer | None = None
@@ -191,14 +196,11 @@ class Gathering:
             logger.info("gathered reads: %s", self._incoming.place)
         return self._incoming
 
-    def copy(self, places: Int64Array, lengths: Int64Array) -> Posting:
-        """Begin to copy pieces, ``[n, 2]`` the addresses where each is and where it belongs; see
-        ``Posting``."""
-        return Posting(self.copies, self._made(places, lengths))
-
-    def _made(self, places: Int64Array, lengths: Int64Array) -> Iterator[Any]:
-        for batch in batches_of(places, lengths):
-            yield self.copies.make(batch)
+    def copy(self, sources: Int64Array, targets: Int64Array, lengths: Int64Array) -> Posting:
+        """Begin to copy pieces from where each is to where it belongs; see ``Posting``."""
+        places = np.empty((len(lengths), 2), dtype=np.int64)
+        places[:, 0], places[:, 1] = sources, targets
+        return Posting(self.copies, map(self.copies.make, batches_of(places, lengths)))
 
     def close(self, agent: NixlAgent) -> None:
         """Give back what nothing uses any more."""

@@ -107,11 +107,21 @@ class Places:
         """Whether no two descriptors of a row are neighbours in memory."""
         return bool((self.strides != self.lengths).all())
 
+    def find(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """The row of each of these descriptors, and its number in there."""
+        row = np.searchsorted(self.starts, indices, side="right") - 1
+        return row, indices - self.starts[row]
+
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
         """Address and length of each of these descriptors."""
-        row = np.searchsorted(self.starts, indices, side="right") - 1
-        address = self.addresses[row] + (indices - self.starts[row]) * self.strides[row]
-        return address, self.lengths[row]
+        row, number = self.find(indices)
+        return self.addresses[row] + number * self.strides[row], self.lengths[row]
+
+    def lengths_of(self, indices: Int32Array) -> Int64Array:
+        """Length of each of these descriptors."""
+        if len(self.lengths) and self.lengths.min() == self.lengths.max():
+            return np.broadcast_to(self.lengths[:1], indices.shape)
+        return self.lengths[self.find(indices)[0]]
 
 
 def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
@@ -163,10 +173,11 @@ def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
 
 def batches_of(places: Int64Array, lengths: Int64Array) -> Iterator[Batch]:
     """Pieces of one length side by side, and so many lengths in each batch as a launch takes."""
+    ends = [len(lengths)]
     if lengths.min() < lengths.max():
         order = np.argsort(lengths, kind="stable")
         places, lengths = places[order], lengths[order]
-    ends = [*(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+        ends = [*(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
     for number in range(0, len(ends), MAX_RUNS):
         stops = ends[number : number + MAX_RUNS]
         first = ends[number - 1] if number else 0
@@ -307,11 +318,12 @@ class Gatherer:
 
     Args:
         device: where they run.
+        num_slabs: launches that can be under way before a slab has to be made.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, num_slabs: int = NUM_SLABS) -> None:
         self._device = device
-        self._free = [device.make_slab() for _ in range(NUM_SLABS)]
+        self._free = [device.make_slab() for _ in range(num_slabs)]
 
     def make(self, batch: Batch, slab: CudaSlab | None = None) -> Gather:
         """A launch that is still to be posted; with a slab of its own or one that is free."""
