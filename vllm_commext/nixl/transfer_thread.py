@@ -182,8 +182,11 @@ class TransferThread:
 
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""
-        if len(self._lease_manager):
-            return self._packer.wait_seconds if self._packer.is_on else LEASED_WAIT_SECONDS
+        is_held = len(self._lease_manager) > 0
+        if self._packer.has_rows or (self._packer.is_on and is_held):
+            return self._packer.wait_seconds
+        if is_held:
+            return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
     def _num_launched(self) -> int:

@@ -206,6 +206,18 @@ def test_chunks_are_packed_while_the_prompt_is_computed(
     check_chunk_by_chunk(*streamed, "gathered_bytes")
 
 
+def test_a_prompt_that_is_computed_makes_its_worker_listen(
+    streamed: tuple[Prefill, Decode],
+) -> None:
+    """Nothing is held of it yet: without its row the worker would look once a second."""
+    prefill, _ = streamed
+    thread = prefill.engine.thread
+    assert thread._wait_at_rest() > packer.WAIT_SECONDS
+    prefill.add("r", 1)
+    prefill.compute("r", 0)
+    assert thread._wait_at_rest() <= packer.WAIT_SECONDS
+
+
 def test_a_slow_look_is_not_taken_for_a_silent_peer(pair: Pair, monkeypatch: Patch) -> None:
     """Nor is whatever else keeps this worker's thread from looking."""
     monkeypatch.setattr(read, "PATIENCE_SECONDS", 0.1)

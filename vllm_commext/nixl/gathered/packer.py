@@ -108,8 +108,14 @@ class Packer:
         return bool(self._slots)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether asks may come for prompts that are still computed, of which nothing is held."""
+        progress = self._local.tables.progress
+        return self.is_on and progress is not None and progress.is_in_use
+
+    @property
     def wait_seconds(self) -> float:
-        """Until the next look for asks, while blocks are held."""
+        """Until the next look for asks, while they may come."""
         is_soon = time.monotonic() - self._asked < SOON_SECONDS
         return SOON_WAIT_SECONDS if is_soon else WAIT_SECONDS
 
