@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,12 @@ NUM_BLOCKS = 100
 BLOCK_BYTES = 64
 
 MakeEngine = Callable[..., Any]
+
+
+def test_the_threads_waits_end_when_they_should(make_engine: MakeEngine) -> None:
+    """As far as Linux says; a wait of 50 us lasts twice as long else."""
+    slack = Path(f"/proc/{make_engine('d', seed=2).thread._thread.native_id}/timerslack_ns")
+    wait_until(lambda: int(slack.read_text()) == 1000, "the thread to begin")
 
 
 def test_a_read_of_several_pieces_arrives_to_the_byte(
