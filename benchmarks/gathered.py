@@ -1,11 +1,14 @@
 """Reads between engines of unequal tensor-parallel sizes by the connector's own workers: in pieces
 through NIXL, in parts that the prefill workers pack, and through a mapping of their memory.
 
-    python benchmarks/gathered.py --out OUT [--seconds 85] [--device cuda]
+    python benchmarks/gathered.py --out OUT [--seconds 80] [--p-gpus 1 2] [--thread-blocks 32 64]
 
-Two prefill workers, the ranks of TP 2, are processes on GPU 1; a decode worker, TP 1, is this
-process on GPU 0. A time is from handing a load to the decode worker's thread to its end, fence
-included; medians, beside one plain copy of the same bytes. Every way has to bring the same bytes.
+Two prefill workers, the ranks of TP 2, are processes on GPU 1, or on GPUs of their own with
+``--p-gpus 1 2``; a decode worker, TP 1, is this process on GPU 0. A time is from handing a load to
+the decode worker's thread to its end, fence included; medians, beside one plain copy of the same
+bytes. Every way has to bring the same bytes. Of the last gathered load of each way, a table says
+when each part was asked for, packed, read and unpacked. ``--thread-blocks`` has the kernel take so
+many multiprocessors, too, alone on one GPU and in gathered reads.
 The 8B-shaped model has 32 layers, 8 KV heads and blocks of 16 tokens; the hybrid 36 layers with
 states of 1.5 MiB and four with attention.  With ``--device cpu`` everything is small and only shown
 to run.
@@ -17,154 +20,34 @@ import multiprocessing
 import os
 import platform
 import statistics
-import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-
-from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalWorker
-from vllm_commext.nixl.gathered import read
-from vllm_commext.nixl.gathered.staging import CudaCopies, Gathering
-from vllm_commext.nixl.geometry.layout import (
-    FULL,
-    STATE,
-    TOKENS,
-    AttentionGeometry,
-    CacheLayout,
-    Family,
-    Group,
-    StateGeometry,
-    StatePart,
+from gathers import timeline
+from gathers.shapes import SHAPES
+from gathers.workers import (
+    MAX_LOADS,
+    MAX_SECONDS,
+    P_TP,
+    Decode,
+    Settings,
+    device_of,
+    memory_on,
+    serve,
 )
-from vllm_commext.nixl.geometry.plan import Blocks
-from vllm_commext.nixl.mapped.reader import Mapped
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.prefill.fence import first_nonces
-from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold, Load, RemoteRequest
-from vllm_commext.nixl.tables import WorkerTables
-from vllm_commext.nixl.transfer_thread import TransferThread
-from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
-from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 
-HOST, KEY = "127.0.0.1", bytes(32)
-P_TP = 2
-MAX_LOADS = 64
-"""Of one way of reading one shape."""
-MAX_SECONDS = 20.0
+from vllm_commext.nixl.gathered import read
+from vllm_commext.nixl.gathered.staging import CudaCopies
+from vllm_commext.nixl.mapped.gather import NUM_BLOCKS, batches_of
+from vllm_commext.nixl.transport.agent import ucx_log
+from vllm_commext.nixl.transport.posting import Posting
+
 ROUNDS = 7
-X_PART, B_PART, SSM_PART = 18 << 10, 768, 3 << 19
-"""Bytes of a state's parts in the whole model: 48 heads; one group; 48 heads."""
-NUM_HEADS, STATE_HEADS, TOKEN_BYTES = 8, 48, 512
-Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a load reads.
-
-    Attributes:
-        layers: with attention, side by side in a block.
-        states: layers with a state, each apart.
-        blocks: attention blocks of one load.
-        block_tokens: of a block.
-        loads: at a time.
-    """
-
-    name: str
-    layers: int
-    states: int
-    blocks: int
-    block_tokens: int
-    loads: int = 1
-
-    def attention_bytes(self, tp_size: int) -> int:
-        """Of a layer of a block in one rank."""
-        return NUM_HEADS // tp_size * self.block_tokens * TOKEN_BYTES
-
-    def state_bytes(self, tp_size: int) -> int:
-        return -(-(X_PART // tp_size + B_PART + SSM_PART // tp_size) // 512) * 512
-
-    def num_blocks(self) -> int:
-        return self.blocks * self.loads
-
-    def sizes(self, tp_size: int) -> tuple[int, int]:
-        """Bytes of all attention layers and of one layer's states in one rank."""
-        blocks = self.num_blocks()
-        return (
-            blocks * self.layers * self.attention_bytes(tp_size),
-            blocks * self.state_bytes(tp_size) if self.states else 0,
-        )
-
-    def num_bytes(self, tp_size: int) -> int:
-        attention, states = self.sizes(tp_size)
-        return attention + self.states * states
-
-    def layout(self, address: int, tp_size: int, tp_rank: int) -> CacheLayout:
-        """The cache of one rank at this address: attention, then each layer's states."""
-        size = self.attention_bytes(tp_size)
-        attention = AttentionGeometry(
-            num_rows=self.num_blocks(),
-            rows_per_block=1,
-            row_stride=self.layers * size,
-            row_tokens=self.block_tokens,
-            num_heads=NUM_HEADS,
-            replicated=False,
-            num_planes=1,
-            head_stride=self.block_tokens * TOKEN_BYTES,
-            token_stride=TOKEN_BYTES,
-            token_bytes=TOKEN_BYTES,
-            content=TOKENS,
-            dtype="bfloat16",
-        )
-        names = [f"a{layer:02}" for layer in range(self.layers)]
-        bases = [address + layer * size for layer in range(self.layers)]
-        groups, families = [Group(FULL, self.block_tokens)], [Family(0, names, bases, attention)]
-        if self.states:
-            x, heads = X_PART // tp_size, STATE_HEADS
-            parts = (
-                StatePart("x", "bfloat16", 0, heads, False, X_PART // heads),
-                StatePart("B", "bfloat16", x, 1, True, B_PART),
-                StatePart("ssm", "float32", x + B_PART, heads, False, SSM_PART // heads),
-            )
-            states = StateGeometry(self.num_blocks(), self.state_bytes(tp_size), parts)
-            first, apart = self.sizes(tp_size)
-            names = [f"s{layer:02}" for layer in range(self.states)]
-            bases = [address + first + layer * apart for layer in range(self.states)]
-            groups.append(Group(STATE, 1 << 30))
-            families.append(Family(1, names, bases, states))
-        return CacheLayout(tp_size, tp_rank, self.num_blocks(), groups, families)
-
-    def block_ids(self, load: int, seed: int) -> list[list[int]]:
-        """A load's blocks, a list a group, scattered over the cache."""
-        order = torch.randperm(
-            self.num_blocks(), generator=torch.Generator().manual_seed(seed)
-        ).tolist()
-        mine = order[load * self.blocks : (load + 1) * self.blocks]
-        return [mine, mine[:1]] if self.states else [mine]
-
-
-SHAPES = {
-    "cuda": (
-        Shape("8B, TP 2 to TP 1, 8,000 tokens", 32, 0, 500, 16),
-        Shape("8B, TP 2 to TP 1, 4,000 tokens", 32, 0, 250, 16),
-        Shape("8B, TP 2 to TP 1, 4 x 2,000 tokens", 32, 0, 125, 16, loads=4),
-        Shape("8B, TP 2 to TP 1, 64 tokens", 32, 0, 4, 16),
-        Shape("hybrid, TP 2 to TP 1, 20 blocks", 4, 36, 20, 384),
-        Shape("hybrid, TP 2 to TP 1, 4 x 20 blocks", 4, 36, 20, 384, loads=4),
-    ),
-    "cpu": (
-        Shape("tiny, TP 2 to TP 1", 4, 0, 40, 16),
-        Shape("tiny hybrid, TP 2 to TP 1", 8, 26, 2, 16, loads=2),
-    ),
-}
 MIB = 1 << 20
 PIECES: Settings = {"mapped_reads": "never"}
 
@@ -183,7 +66,6 @@ WAYS: dict[str, dict[str, Settings]] = {
         "gathered, 8 x 32 MiB": gathered(8, 32),
         "gathered, 8 x 16 MiB": gathered(8, 16),
         "gathered, 8 x 64 MiB": gathered(8, 64),
-        "gathered, 4 x 64 MiB, 32 thread blocks": {**gathered(4, 64), "thread_blocks": 32},
     },
     "cpu": {
         "pieces": PIECES,
@@ -194,189 +76,10 @@ FIRST_WAYS = 3
 """That are measured of all shapes before the others are of any."""
 
 
-class Worker:
-    """A worker of the connector's on memory of one device.
-
-    Args:
-        device: where it is.
-        memory: its cache.
-        layout: what the cache looks like.
-        settings: the connector's, and ``thread_blocks`` of the kernel that packs and unpacks.
-    """
-
-    def __init__(
-        self,
-        engine_id: str,
-        device: torch.device,
-        memory: torch.Tensor,
-        layout: CacheLayout,
-        settings: Settings,
-    ) -> None:
-        settings = dict(settings)
-        kernel = {"num_blocks": blocks} if (blocks := settings.pop("thread_blocks", 0)) else {}
-        self._config = config = ConnectorConfig(HOST, 1, stream_chunks=False, **settings)
-        self._agent = NixlAgent(config)
-        self._mapped = Mapped(config)
-        tables = WorkerTables()
-        tables.fences.arm(KEY)
-        ranges = [(memory.data_ptr(), memory.nbytes)]
-        is_on_gpu = device.type == "cuda"
-        self._mapped.prepare(ranges, is_on_gpu=is_on_gpu)
-        kind, index = ("VRAM", device.index or 0) if is_on_gpu else ("DRAM", 0)
-        self._agent.register(ranges, kind, index)
-        gathering: Gathering | None = None
-        if config.gathered_reads:
-            copies = CudaCopies(**kernel) if is_on_gpu else None
-            gathering = Gathering(config, device, copies)
-            gathering.prepare(self._agent, ranges)
-            tables.add(gathering.table)
-        tables.register(self._agent)
-        local = LocalWorker(
-            engine_id,
-            {},
-            layout,
-            memory_type=kind,
-            device_id=index,
-            mapper=self._mapped.mapper,
-            tables=tables,
-            gathering=gathering,
-        )
-        self.description = encode_description(
-            WorkerDescription(
-                engine_id=engine_id,
-                facts={},
-                agent_metadata=self._agent.metadata(),
-                memory_type=kind,
-                device_id=index,
-                layout=layout,
-                lease_seconds=config.kv_lease_duration,
-                mapped=self._mapped.offer,
-                staging=None if gathering is None else gathering.offer,
-                **tables.described(),
-            )
-        )
-        self.recorder = TransferRecorder()
-
-        def select() -> None:
-            if is_on_gpu:
-                torch.accelerator.set_device_index(index)
-
-        self.thread = TransferThread(self._agent, config, local, self.recorder, select)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.thread.stop()
-        self._mapped.close()
-
-
-def device_of(kind: str, number: int) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def memory_on(device: torch.device, shapes: Sequence[Shape], tp_size: int) -> torch.Tensor:
-    num_bytes = max(shape.num_bytes(tp_size) for shape in shapes)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def serve(kind: str, tp_rank: int, pipe: Connection) -> None:
-    """A prefill rank: for each shape and settings that it is told, a worker that holds prefills."""
-    device, shapes = device_of(kind, 1), SHAPES[kind]
-    memory = memory_on(device, shapes, P_TP)
-    torch.manual_seed(tp_rank)
-    memory.random_(0, 256)
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    nonces = first_nonces(KEY)
-    worker: Worker | None = None
-    while (told := pipe.recv()) is not None:
-        if worker is not None:
-            worker.close()
-        shape, settings = shapes[told[0]], told[1]
-        layout = shape.layout(memory.data_ptr(), P_TP, tp_rank)
-        worker = Worker("p", device, memory, layout, settings)
-        for number in range(MAX_LOADS):
-            blocks = shape.block_ids(number % shape.loads, 1)
-            block_ids = tuple(block for group in blocks for block in group)
-            nonce = int(nonces[number])
-            worker.thread.submit(Hold(f"x{number}", 600.0, number, nonce, block_ids=block_ids))
-        pipe.send(worker.description)
-    os._exit(0)
-
-
-class Decode:
-    """The decode worker, and what it reads from.
-
-    Attributes: ``recorder``: of the worker.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        shape: Shape,
-        memory: torch.Tensor,
-        settings: Settings,
-        descriptions: dict[int, bytes],
-    ) -> None:
-        self._shape = shape
-        # A port of the system's choice would have to be known before the server is there.
-        self._port = 20000 + os.getpid() % 20000
-        self._server = SideChannelServer("p", "one", HOST, self._port, descriptions)
-        layout = shape.layout(memory.data_ptr(), 1, 0)
-        self._worker = Worker("d", device_of(kind, 0), memory, layout, settings)
-        self._has_news = threading.Event()
-        self._worker.thread.outcomes.on_first = self._has_news.set
-        self._nonces = first_nonces(KEY)
-        self._number = 0
-
-    def close(self) -> None:
-        self._worker.close()
-        self._server.close()
-
-    def _load(self, load: int) -> Load:
-        shape, number = self._shape, self._number
-        self._number += 1
-        num_tokens = shape.blocks * shape.block_tokens
-        remote = RemoteRequest(
-            engine_id="p",
-            incarnation="one",
-            host=HOST,
-            port=self._port,
-            tp_size=P_TP,
-            request_id=f"x{number}",
-            block_ids=tuple(map(tuple, shape.block_ids(load, 1))),
-            num_tokens=num_tokens,
-            fence_slot=number,
-            fence_nonce=int(self._nonces[number]),
-        )
-        blocks = tuple(Blocks(0, ids) for ids in shape.block_ids(load, 2))
-        return Load(f"r{number}", remote, blocks, num_tokens)
-
-    def run(self) -> tuple[float, dict[str, Any]]:
-        """Seconds from the first load to the end of the last, and what was counted."""
-        while self._number % self._shape.loads:  # which of the blocks are held
-            self._number += 1
-        loads = [self._load(number) for number in range(self._shape.loads)]
-        missing = {load.request_id for load in loads}
-        started = time.perf_counter()
-        for load in loads:
-            self._worker.thread.submit(load)
-        while missing:
-            assert self._has_news.wait(MAX_SECONDS), "a load does not end"
-            self._has_news.clear()
-            outcomes = self._worker.thread.outcomes.take()
-            assert not outcomes.failed, f"loads failed: {outcomes.failed}"
-            missing -= outcomes.received
-        seconds = time.perf_counter() - started
-        return seconds, self._worker.recorder.take() or {}
-
-
-def copy_seconds(kind: str, num_bytes: int) -> float:
-    """Of one copy between the two devices."""
+def copy_seconds(kind: str, p_gpu: int, num_bytes: int) -> float:
+    """Of one copy between two devices."""
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device_of(kind, 0))
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:1" if kind == "cuda" else "cpu")
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device_of(kind, p_gpu))
     times: list[float] = []
     for _ in range(ROUNDS + 1):
         synchronize(kind)
@@ -389,8 +92,38 @@ def copy_seconds(kind: str, num_bytes: int) -> float:
 
 def synchronize(kind: str) -> None:
     if kind == "cuda":
-        for number in range(2):
+        for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
+
+
+def packing(thread_blocks: int) -> dict[str, Any]:
+    """How fast one GPU packs a slot's pieces, when it does nothing else."""
+    num_bytes, count = 32 << 10, 2048
+    device = device_of("cuda", 0)
+    cache = torch.zeros(8 * count * num_bytes, dtype=torch.uint8, device=device)
+    slot = torch.zeros(count * num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    copies = CudaCopies(4, num_blocks=thread_blocks)
+    copies.enter()
+    order = torch.randperm(8 * count)[:count].numpy() * num_bytes
+    targets = np.arange(count, dtype=np.int64) * num_bytes
+    places = np.stack((cache.data_ptr() + order, slot.data_ptr() + targets), axis=1)
+    times: list[float] = []
+    for _ in range(4 * ROUNDS):
+        started = time.perf_counter()
+        batches = batches_of(places, np.full(count, num_bytes))
+        posting = Posting(copies, map(copies.make, batches))
+        while posting.look() is None:
+            pass
+        times.append(time.perf_counter() - started)
+    copies.close()
+    seconds = statistics.median(times)
+    gb_s = slot.nbytes / seconds / 1e9
+    print(
+        f"packing 64 MiB alone, {thread_blocks} thread blocks: {1e3 * seconds:.2f} ms, "
+        f"{gb_s:.0f} GB/s"
+    )
+    return {"thread_blocks": thread_blocks, "ms": 1e3 * seconds, "gb_s": gb_s}
 
 
 HEADER = "| shape | way | MB | ms | of it reading | GB/s | of one copy | gathered |"
@@ -412,11 +145,25 @@ class Bench:
 
     Args:
         kind: of device.
+        p_gpus: of the prefill ranks, in turns.
+        ways: settings by name.
+        only: what the names of shapes have to contain.
         deadline: begin nothing after this ``time.monotonic``.
     """
 
-    def __init__(self, kind: str, out: Path, deadline: float) -> None:
+    def __init__(
+        self,
+        kind: str,
+        p_gpus: Sequence[int],
+        ways: dict[str, Settings],
+        only: str,
+        out: Path,
+        deadline: float,
+    ) -> None:
         self._kind = kind
+        self._p_gpus = p_gpus
+        self._ways = list(ways.items())
+        self._only = only
         self._out = out
         self._deadline = deadline
         self._rows: list[dict[str, Any]] = []
@@ -424,20 +171,23 @@ class Bench:
         self._pipes: list[Any] = []
         for rank in range(P_TP):
             ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(kind, rank, theirs), daemon=True).start()
+            told = kind, p_gpus[rank % len(p_gpus)], rank, theirs
+            context.Process(target=serve, args=told, daemon=True).start()
             self._pipes.append(ours)
         self._memory = memory_on(device_of(kind, 0), SHAPES[kind], 1)
         self._right: dict[int, torch.Tensor] = {}
         self._one_copy: dict[int, float] = {}
+        self._timeline = timeline.Timeline()
+        self._timeline.watch_reading()
 
     def run(self) -> None:
-        shapes, ways = SHAPES[self._kind], list(WAYS[self._kind].items())
-        for number, shape in enumerate(shapes):
+        shapes = [one for one in enumerate(SHAPES[self._kind]) if self._only in one[1].name]
+        for number, shape in shapes:
             num_bytes = shape.num_bytes(1)
-            self._one_copy[number] = seconds = copy_seconds(self._kind, num_bytes)
+            self._one_copy[number] = seconds = copy_seconds(self._kind, self._p_gpus[0], num_bytes)
             self._keep(number, "one copy", num_bytes, [seconds], {})
-        for some in (ways[:FIRST_WAYS], ways[FIRST_WAYS:]):
-            for number, shape in enumerate(shapes):
+        for some in (self._ways[:FIRST_WAYS], self._ways[FIRST_WAYS:]):
+            for number, shape in shapes:
                 for way, settings in some:
                     if time.monotonic() > self._deadline:
                         print(f"{shape.name}, {way}: no time left", flush=True)
@@ -463,7 +213,7 @@ class Bench:
         descriptions = {rank: pipe.recv() for rank, pipe in enumerate(self._pipes)}
         self._memory.zero_()
         synchronize(self._kind)
-        decode = Decode(self._kind, shape, self._memory, settings, descriptions)
+        decode = Decode(self._kind, shape, self._memory, settings, descriptions, self._timeline)
         try:
             decode.run()  # with the handshake
             self._check(number, way)
@@ -472,12 +222,21 @@ class Bench:
                 rounds = min(rounds, 5)
             decode.run()
             found = [decode.run() for _ in range(rounds)]
+            times = self._times()
         finally:
             decode.close()
         counted = found[-1][1]
         reads = [max(one["transfer_seconds"]) for _, one in found]
         counted["read_ms"] = 1e3 * statistics.median(reads)
+        counted["timeline"] = times
         self._keep(number, way, counted["bytes"], [one for one, _ in found], counted)
+        print(times, flush=True)
+
+    def _times(self) -> str:
+        """What the last load did, and when."""
+        for pipe in self._pipes:
+            pipe.send(())
+        return timeline.table(self._timeline.take(), [pipe.recv() for pipe in self._pipes])
 
     def _check(self, number: int, way: str) -> None:
         """All ways bring the same bytes."""
@@ -512,8 +271,8 @@ class Bench:
             "descriptors": counted.get("descriptors", 0),
             "merged": counted.get("merged_descriptors", 0),
         }
-        self._rows.append(row)
         print(json.dumps(row), flush=True)
+        self._rows.append({**row, "timeline": counted.get("timeline", "")})
         about = {
             "device": torch.cuda.get_device_name(0) if self._kind == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -532,11 +291,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--seconds", type=float, default=80.0, help="begin nothing after so long")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--p-gpus", type=int, nargs="+", default=[1], help="of the prefill ranks")
+    parser.add_argument("--thread-blocks", type=int, nargs="*", default=[], help="of the kernel")
+    parser.add_argument("--only", default="", help="shapes with this in their name")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    ways = dict(WAYS[args.device])
     if args.device == "cpu":
         read.PATIENCE_SECONDS = MAX_SECONDS
-    Bench(args.device, args.out, time.monotonic() + args.seconds).run()
+    elif args.thread_blocks:
+        alone = [packing(count) for count in (NUM_BLOCKS, *args.thread_blocks)]
+        (args.out / "packing.json").write_text(json.dumps(alone))
+    for count in args.thread_blocks:
+        name = f"gathered, 4 x 64 MiB, {count} thread blocks"
+        ways[name] = {**gathered(4, 64), "thread_blocks": count}
+    Bench(args.device, args.p_gpus, ways, args.only, args.out, deadline).run()
     os._exit(0)
 
 
