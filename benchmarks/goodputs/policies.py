@@ -177,7 +177,7 @@ class Adaptive:
         load = placed.prefill.load
         seconds = load.speed.prefill_seconds(tokens - held, held, False)
         waiting = Waiting(now, seconds)
-        load.waiting[waiting] = None
+        load.wait(waiting)
         request.note = _Placed(waiting, placed, held, now + placed.first_token)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
@@ -197,7 +197,7 @@ class Adaptive:
             request = waiting[0]
         note: _Placed = request.note
         placed, tokens = note.placement, request.arrival.prompt_tokens
-        del load.waiting[note.waiting]
+        load.leave(note.waiting)
         job = load.ask(tokens - note.held, note.held, now)
         due, most = job.until if placed.is_local else note.due, self.most_tokens(request)
         answer = placed.decode.load.expect(tokens, most, due, not placed.is_local)
@@ -225,7 +225,7 @@ class Adaptive:
     def ended(self, request: Request, now: float) -> None:
         note: _Placed | _Sent = request.note
         if isinstance(note, _Placed):  # its engine is lost
-            note.placement.prefill.load.waiting.pop(note.waiting)
+            note.placement.prefill.load.leave(note.waiting)
             return
         held = request.arrival.prompt_tokens + request.tokens
         self._held[request.decode][request.arrival.group] = held
@@ -259,8 +259,8 @@ class TrueLengths(Lengths):
     """Each answer is as long as its request allows."""
 
     @cached_property
-    def longer(self) -> list[float]:
-        return [1.0] * len(bins)
+    def longer(self) -> dict[int, float]:
+        return dict.fromkeys(bins, 1.0)
 
 
 class TrueSpeed(EngineSpeed):

@@ -83,22 +83,22 @@ class _Recent:
 
     def __init__(self, max_weight: float) -> None:
         self._max_weight = max_weight
-        self._weights: OrderedDict[bytes, float] = OrderedDict()
+        self.weights: OrderedDict[bytes, float] = OrderedDict()
         self._sum = 0.0
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self.weights)
 
     def get(self, key: bytes) -> float:
         """The key's weight, 0 where it is unknown or forgotten."""
-        return self._weights.get(key, 0.0)
+        return self.weights.get(key, 0.0)
 
     def put(self, key: bytes, weight: float) -> None:
         weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
-        self._sum += weight - self._weights.pop(key, 0.0)
-        self._weights[key] = weight
-        while self._sum > self._max_weight and self._weights:
-            self._sum -= self._weights.popitem(last=False)[1]
+        self._sum += weight - self.weights.pop(key, 0.0)
+        self.weights[key] = weight
+        while self._sum > self._max_weight and self.weights:
+            self._sum -= self.weights.popitem(last=False)[1]
 
 
 class Memory:
@@ -117,13 +117,14 @@ class Memory:
         """About how many of the prompt's first tokens the engine holds, one fewer than all at
         most: the last one is always computed."""
         held = 0.0
+        known = self._blocks.weights
         for block in prefix.blocks:
-            if not self._blocks.get(block):
+            if block not in known:
                 break
             held += prefix.tokens_a_block
         if prefix.session:
             held = max(held, self._sessions.get(prefix.session))
-        return max(0, min(int(held), prefix.tokens - 1))
+        return max(0, min(int(held), prefix.tokens - 1)) if held else 0
 
     def note(self, prefix: Prefix) -> None:
         """The engine has taken this on."""

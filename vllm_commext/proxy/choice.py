@@ -25,7 +25,7 @@ WINDOW = 10
 """Engines that are looked at for a request, others for each."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Plan:
     """Engines that are to take one request, and what is expected of it, if anything is. prefill:
     None where *decode* computes the prompt itself; decode: None for whichever has least work."""
@@ -103,50 +103,50 @@ class Chooser:
             return Plan()
         if not is_adaptive(self._mode, self._pools[DECODE]):
             return None
-        decode, prefill = self._pools[DECODE].engines, self._pools[PREFILL].engines
-        now, most = time.monotonic(), most_tokens(body)
-        known: dict[Engine, Candidate] = {}
-        self._turn += max(1, min(WINDOW, len(decode) - WINDOW))
+        decode, prefill = self._pools[DECODE], self._pools[PREFILL]
+        now, most, name = time.monotonic(), most_tokens(body), _name_of(prefix)
+        self._turn += max(1, min(WINDOW, len(decode.engines) - WINDOW))
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
+            found = list[Candidate]()
             for one in engines:
-                if one not in known and one.usable and not one.suspected and one not in failed:
-                    held = one.memory.held_tokens(prefix) if prefix.tokens else 0
-                    known[one] = Candidate(one.load, held, one)
-            return [known[one] for one in engines if one in known]
+                if one.usable and not one.suspected and one not in failed:
+                    one.candidate.held_tokens = one.memory.held_tokens(prefix)
+                    found.append(one.candidate)
+            return found
 
-        def best(among: Callable[[Sequence[Engine]], Sequence[Engine]]) -> Placement | None:
-            targets = candidates(among(decode))
-            sources: list[Candidate] = []
+        def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Placement | None:
+            targets, sources = candidates(among(decode)), list[Candidate]()
             if may_hand_over:
-                sources = targets if prefill == decode else candidates(among(prefill))
+                is_same = prefill.engines == decode.engines
+                sources = targets if is_same else candidates(among(prefill))
             return self._planner.place(now, max(tokens, 1), most, sources, targets)
 
-        placement = best(lambda engines: self._window(engines, prefix))
-        if placement is not None and placement.late and len(decode) > WINDOW:
+        placement = best(lambda pool: self._window(pool, name))
+        if placement is not None and placement.late and len(decode.engines) > WINDOW:
             placement = best(_idlest)
         if placement is None:
             return Plan()
         source, engine = placement.prefill.key, placement.decode.key
         assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
-        self._note(prefix, engine)
+        self._note(name, engine)
         source = None if placement.is_local else source
         return Plan(source, engine, placement, now + placement.first_token)
 
-    def _window(self, engines: Sequence[Engine], prefix: Prefix) -> Sequence[Engine]:
+    def _window(self, pool: EnginePool, name: bytes) -> Sequence[Engine]:
         """Some of many engines, others each time, with the one that has had the prompt's beginning
         last."""
+        engines = pool.engines
         start = self._turn % max(len(engines), 1)
         window = [*engines[start : start + WINDOW]]
         window += engines[: min(start, WINDOW - len(window))]
-        last = self._last.get(_name_of(prefix))
-        if last is not None and last in engines and last not in window:
+        last = self._last.get(name)
+        if last in pool.members and last not in window:
             window.append(last)
         return window
 
-    def _note(self, prefix: Prefix, engine: Engine) -> None:
-        name = _name_of(prefix)
+    def _note(self, name: bytes, engine: Engine) -> None:
         if name:
             self._last.pop(name, None)
             self._last[name] = engine
@@ -154,9 +154,9 @@ class Chooser:
                 del self._last[next(iter(self._last))]
 
 
-def _idlest(engines: Sequence[Engine]) -> Sequence[Engine]:
+def _idlest(pool: EnginePool) -> Sequence[Engine]:
     """Of all engines as many as are looked at, those with the least to compute first."""
-    usable = [one for one in engines if one.usable]
+    usable = [one for one in pool.engines if one.usable]
     return nsmallest(WINDOW, usable, key=lambda one: one.load.queued)
 
 

@@ -4,6 +4,7 @@ an argument.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
 
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
@@ -143,23 +144,26 @@ def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
     for one in waiting:
         if now > one.since + PATIENCE * limit:
             return one
-    found = in_time(waiting, now, limit)
+    found, _ = in_time(waiting, now, limit)
     return found[0] if found else min(waiting, key=lambda one: one.seconds)
 
 
-def in_time(waiting: Iterable[Waiting], now: float, limit: float) -> list[Waiting]:
+def in_time(
+    waiting: Iterable[Waiting], now: float, limit: float
+) -> tuple[list[Waiting], Waiting | None]:
     """The most that can be computed within *limit*, in order, by an engine that is free at a
-    time: the longest are put off."""
-    found: list[Waiting] = []
-    end = now
-    for one in waiting:
-        found.append(one)
+    time: the longest are put off. And which is put off for the last one, if one is."""
+    found = dict[int, Waiting]()
+    longest = list[tuple[float, int]]()
+    end, margin, put_off = now, IN_TIME * limit, None
+    for idx, one in enumerate(waiting):
+        found[idx], put_off = one, None
+        heappush(longest, (-one.seconds, idx))
         end += one.seconds
-        if end > one.since + IN_TIME * limit:
-            longest = max(found, key=lambda one: one.seconds)
-            found.remove(longest)
-            end -= longest.seconds
-    return found
+        if end > one.since + margin:
+            put_off = found.pop(heappop(longest)[1])
+            end -= put_off.seconds
+    return list(found.values()), put_off
 
 
 class EngineLoad:
@@ -171,6 +175,8 @@ class EngineLoad:
         self.jobs: dict[Job, None] = {}
         self.answers: dict[Answer, None] = {}
         self.waiting: dict[Waiting, None] = {}
+        """Changed by `wait` and `leave`."""
+        self._waiting_seconds: float | None = 0.0
         self.on_done: Callable[[], None] = lambda: None
         """Called when the engine has one prompt less."""
         self.num_begun = 0
@@ -195,8 +201,10 @@ class EngineLoad:
         self.mean_answers = 0.0
         self.mean_context = 0.0
         self._looked_at = 0.0
-        self._outlook = 0.0, 0.0
-        self._outlook_until = 0.0
+        self.outlook = 0.0, 0.0
+        """Seconds of its work, and to each token of its answers by its recent time, both with those
+        until its KV cache has room at all. It holds before a time; then `look_ahead` makes it."""
+        self.outlook_until = 0.0
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
@@ -208,6 +216,22 @@ class EngineLoad:
         self.queued += job.seconds
         self.clean_since = math.inf
         return job
+
+    def wait(self, prompt: Waiting) -> None:
+        """A prompt waits to be sent to the engine."""
+        self.waiting[prompt], self._waiting_seconds = None, None
+
+    def leave(self, prompt: Waiting) -> None:
+        """It does not any more."""
+        del self.waiting[prompt]
+        self._waiting_seconds = None
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Seconds that all take which wait."""
+        if self._waiting_seconds is None:
+            self._waiting_seconds = sum([one.seconds for one in self.waiting])
+        return self._waiting_seconds
 
     def expect(
         self, context_tokens: int, max_tokens: int, due: float, is_loading: bool = False
@@ -262,17 +286,15 @@ class EngineLoad:
 
     def backlog(self, now: float) -> float:
         """Seconds until the prompts that it has been asked for are computed."""
-        while True:
-            first = next(iter(self.jobs), None)
-            if first is None:
-                return 0.0
+        while self.jobs:
+            first = next(iter(self.jobs))
             began = max(first.asked, self._last_done)
             under_way = now - began
             if first.is_seen or under_way < first.seconds:
-                break
+                return max(0.0, self.queued - min(first.seconds, under_way))
             self.end_job(first, now, False)  # as far as anybody can tell
             self._last_done = began + first.seconds
-        return max(0.0, self.queued - min(first.seconds, under_way))
+        return 0.0
 
     def wait_seconds(self, seconds: float, now: float) -> tuple[float, int]:
         """Seconds until a prompt that takes so long is begun, and how many that wait will be late
@@ -283,12 +305,12 @@ class EngineLoad:
         if not limit:
             due = now + PATIENCE * seconds
             return wait + sum(one.seconds for one in self.waiting if one.due <= due), 0
-        own, begin = Waiting(now, seconds), now + wait
-        found = in_time((*self.waiting, own), begin, limit)
-        if found and found[-1] is own:
-            num_before = len(in_time(self.waiting, begin, limit))
-            return wait + sum(one.seconds for one in found) - seconds, num_before + 1 - len(found)
-        return wait + sum(one.seconds for one in self.waiting), 0
+        own = Waiting(now, seconds)
+        found, put_off = in_time((*self.waiting, own), now + wait, limit)
+        if put_off is own:
+            return wait + self.waiting_seconds, 0
+        before = sum([one.seconds for one in found])
+        return wait + before - seconds, int(put_off is not None)
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
         """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than
@@ -309,36 +331,34 @@ class EngineLoad:
         seconds: answers leave it when they end, prompts of others' answers when they are read."""
         if not self.cache_tokens:
             return 0.0
+        used = self._others + self.context + self.coming + self.unread
         length = self.shared.lengths.mean
-        used = max(0.0, self._others + self.context + self.coming + self.unread)
-        lacking = used + tokens + len(self.answers) * length / 2.0 - self.cache_tokens
-        if lacking <= 0.0 or not used:
+        lacking = max(0.0, used) + tokens + len(self.answers) * length / 2.0 - self.cache_tokens
+        if lacking <= 0.0 or used <= 0.0:
             return 0.0
         unread = min(self.unread, used)
         stays = (used - unread) * length * pace + unread * self.shared.second_token.value
         return lacking / min(used, self.cache_tokens) * stays / used
 
-    def outlook(self, now: float) -> tuple[float, float]:
-        """Seconds of its work, and to each token of its answers by its recent time, both with those
-        until its KV cache has room at all: made anew when a prompt or an answer has come or gone,
-        and after `OUTLOOK_SECONDS`."""
-        if now >= self._outlook_until:
-            self.look(now)
-            step = self.speed.step_seconds(self.mean_answers, self.mean_context)
-            pace = step / max(1.0 - self.share, 0.05)
-            room = self.room_seconds(0.0, pace)
-            self._outlook = max(self.queued, room), pace + room
-            self._outlook_until = now + OUTLOOK_SECONDS
-        return self._outlook
+    def look_ahead(self, now: float) -> None:
+        """Make the outlook: it holds until a prompt or an answer has come or gone, and no longer
+        than `OUTLOOK_SECONDS`."""
+        self.look(now)
+        step = self.speed.step_seconds(self.mean_answers, self.mean_context)
+        pace = step / max(1.0 - self.share, 0.05)
+        room = self.room_seconds(0.0, pace)
+        self.outlook = max(self.queued, room), pace + room
+        self.outlook_until = now + OUTLOOK_SECONDS
 
     def look(self, now: float) -> None:
         """Bring what is known of its recent time up to now, before something changes."""
-        self._outlook_until = 0.0
+        self.outlook_until = 0.0
         past = now - self._looked_at
-        if past > 0.0 and (self.jobs or self.answers):
-            kept = math.exp(-past / RECENT_SECONDS)
-            new = 1.0 - kept
-            self.share = self.share * kept + new * bool(self.jobs)
-            self.mean_answers = self.mean_answers * kept + new * len(self.answers)
-            self.mean_context = self.mean_context * kept + new * self.context
-        self._looked_at = max(self._looked_at, now)
+        if past > 0.0:
+            self._looked_at = now
+            if self.jobs or self.answers:
+                kept = math.exp(-past / RECENT_SECONDS)
+                new = 1.0 - kept
+                self.share = self.share * kept + (new if self.jobs else 0.0)
+                self.mean_answers = self.mean_answers * kept + new * len(self.answers)
+                self.mean_context = self.mean_context * kept + new * self.context

@@ -3,6 +3,7 @@ pieces after them. Pure: every time is an argument.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 from vllm_commext.limits import Limits
@@ -32,7 +33,8 @@ class LeastSquares:
         self._sums = [0.0] * 9
         self._base = base
         self.num_samples = 0.0
-        self._solution: Features | None = None
+        self.solution: Features | None = None
+        """The coefficients, None where they are to be worked out."""
 
     def add(self, features: Features, value: float, weight: float = 1.0) -> None:
         """Learn that *features* took *value*; its *weight* beside others' is 1 / variance."""
@@ -50,7 +52,7 @@ class LeastSquares:
         new = (x * a, x * b, x * c, y * b, y * c, z * c, x * value, y * value, z * value)
         self._sums = [old * FORGETTING + one for old, one in zip(self._sums, new, strict=True)]
         self.num_samples = self.num_samples * FORGETTING + 1.0
-        self._solution = None
+        self.solution = None
 
     @property
     def is_known(self) -> bool:
@@ -59,18 +61,12 @@ class LeastSquares:
 
     def predict(self, features: Features) -> float:
         """The value for *features*, 0 where nothing is known."""
-        (x, y, z), (a, b, c) = self.solution, features
+        (x, y, z), (a, b, c) = self.solution or self.solved(), features
         return x * a + y * b + z * c
 
-    @property
-    def solution(self) -> Features:
-        """The coefficients."""
-        if self._solution is None:
-            self._solution = self._solved()
-        return self._solution
-
-    def _solved(self) -> Features:
-        """Minimum by coordinate descent, the features that come last beginning from zero."""
+    def solved(self) -> Features:
+        """The coefficients, anew: the minimum by coordinate descent, the features that come last
+        beginning from zero."""
         sums, base = self._sums, self._base
         if base is not None and base.num_samples > 0.0:
             share = SHARED_WEIGHT / (base.num_samples + SHARED_WEIGHT)
@@ -78,10 +74,17 @@ class LeastSquares:
         aa, ab, ac, bb, bc, cc, a, b, c = sums
         x = y = z = 0.0
         for _ in range(_SWEEPS):
-            x = max(0.0, (a - ab * y - ac * z) / aa) if aa > 0.0 else 0.0
-            y = max(0.0, (b - ab * x - bc * z) / bb) if bb > 0.0 else 0.0
-            z = max(0.0, (c - ac * x - bc * y) / cc) if cc > 0.0 else 0.0
-        return x, y, z
+            before = x, y, z
+            x = (a - ab * y - ac * z) / aa if aa > 0.0 else 0.0
+            x = x if x > 0.0 else 0.0
+            y = (b - ab * x - bc * z) / bb if bb > 0.0 else 0.0
+            y = y if y > 0.0 else 0.0
+            z = (c - ac * x - bc * y) / cc if cc > 0.0 else 0.0
+            z = z if z > 0.0 else 0.0
+            if (x, y, z) == before:
+                break
+        self.solution = x, y, z
+        return self.solution
 
 
 _LENGTH_FORGETTING = 0.995
@@ -96,8 +99,22 @@ _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
 Where all are alike, slack would else be spent to the last token, and the next prompt have none."""
 
 
+class Longer(dict[int, float]):
+    """By a bin, the share of answers in it or in longer ones, half of its own left out: worked out
+    for those that are asked for. An answer's end changes all."""
+
+    def __init__(self, counts: Sequence[float], num_samples: float) -> None:
+        self._counts, self._per_answer = counts, 1.0 / num_samples
+        self._sums = list(accumulate(reversed(counts)))
+
+    def __missing__(self, idx: int) -> float:
+        more = self._sums[-1 - idx] - self._counts[idx] / 2
+        found = self[idx] = more * self._per_answer
+        return found
+
+
 class Lengths:
-    """How many tokens answers have, by the recent ones."""
+    """How many tokens answers have, by the recent ones. mean: 1 where none is known."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BINS
@@ -105,7 +122,8 @@ class Lengths:
         """Of the latest answer: it grows in place of the older ones' becoming less."""
         self._num_samples = 0.0
         self._sum = 0.0
-        self._longer: list[float] | None = [1.0] * _NUM_BINS
+        self._longer: dict[int, float] | None = dict.fromkeys(range(_NUM_BINS), 1.0)
+        self.mean = 1.0
 
     def add(self, tokens: int) -> None:
         """An answer has ended after *tokens*."""
@@ -121,20 +139,14 @@ class Lengths:
             self._num_samples /= self._weight
             self._sum /= self._weight
             self._weight = 1.0
+        self.mean = self._sum / self._num_samples
 
     @property
-    def longer(self) -> list[float]:
-        """Share of those in a bin or longer, half of the bin's own left out."""
+    def longer(self) -> dict[int, float]:
+        """Share of answers by bins, see `Longer`."""
         if self._longer is None:
-            counts, per_answer = self._counts[::-1], 1.0 / self._num_samples
-            pairs = zip(accumulate(counts), counts, strict=True)
-            self._longer = [(more - own / 2) * per_answer for more, own in pairs][::-1]
+            self._longer = Longer(self._counts, self._num_samples)
         return self._longer
-
-    @property
-    def mean(self) -> float:
-        """Mean length, 1 where none is known."""
-        return self._sum / self._num_samples if self._num_samples else 1.0
 
 
 class Speeds:
@@ -184,7 +196,7 @@ class EngineSpeed:
 
     def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
         """Time to compute *new_tokens* of a prompt behind *held_tokens* that need not be."""
-        each, area, idle = self._prefill.solution
+        each, area, idle = self._prefill.solution or self._prefill.solved()
         took = each * new_tokens / 1000.0 + area * area_of(new_tokens, held_tokens)
         return took + idle if is_idle else took
 
@@ -195,7 +207,7 @@ class EngineSpeed:
 
     def step_seconds(self, answers: float, context_tokens: float) -> float:
         """Time of one step with so many running answers, and tokens before theirs."""
-        alone, each, context = self._steps.solution
+        alone, each, context = self._steps.solution or self._steps.solved()
         return alone + each * answers / 16.0 + context * context_tokens / 65536.0
 
     def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:

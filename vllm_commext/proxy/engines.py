@@ -12,6 +12,7 @@ from prometheus_client.samples import Sample
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import Speeds
+from vllm_commext.proxy.placement import Candidate
 from vllm_commext.proxy.turns import Turns
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -150,7 +151,7 @@ class Engine:
     perhaps again, when it gets no new work though it is well. memory: what it was
     asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
     decode engines' answers that wait for what it computes. load: what requests are placed by.
-    turns: prompts that wait for it here.
+    turns: prompts that wait for it here. candidate: itself, for a placement.
     """
 
     role: str
@@ -176,6 +177,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.load)
+        self.candidate = Candidate(self.load, key=self)
 
     @property
     def name(self) -> str:
@@ -289,6 +291,7 @@ class EnginePool:
         self._affinity_tokens = affinity_tokens
         self._speeds = speeds or Speeds()
         self.engines: tuple[Engine, ...] = ()
+        self.members: frozenset[Engine] = frozenset()
         self.has_both = False
         """Whether one of them takes either step."""
         self._next_idx = 0
@@ -313,7 +316,7 @@ class EnginePool:
         self._set(tuple(one for one in self.engines if one is not engine))
 
     def _set(self, engines: tuple[Engine, ...]) -> None:
-        self.engines = engines
+        self.engines, self.members = engines, frozenset(engines)
         self.has_both = any(one.role == BOTH for one in engines)
 
     def find(self, url: str) -> Engine | None:

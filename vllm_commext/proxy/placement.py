@@ -9,8 +9,9 @@ equals, where it takes the least time.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engine_load import EngineLoad
@@ -36,14 +37,14 @@ OTHERS_DELAY = 0.1
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An engine that may take a step, with what it holds of the prompt. key: the caller's own."""
+    """An engine that may take a step, with what it holds of a prompt. key: the caller's own."""
 
     load: EngineLoad
     held_tokens: int = 0
     key: object = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placement:
     """Where one request goes, with what is expected of it, in seconds. prefill is decode where one
     engine does both. misses: requests more than without it that are expected to miss a limit.
@@ -67,7 +68,8 @@ class _Costs:
     """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step,
     one with one answer more, and one beside the prompts that it computes of late; until its KV
     cache has room for the prompt, and for its answer, too; how many of the prompts that wait are
-    put off for it; and how many of its answers come late by the prompt, the answer, both."""
+    put off for it; and how many of its answers come late by the prompt, one answer more or both,
+    as far as that has been counted."""
 
     candidate: Candidate
     num_answers: int
@@ -79,10 +81,12 @@ class _Costs:
     prompt_room: float
     room: float
     num_put_off: int
-    by_prefill: float = 0.0
-    by_answer: float = 0.0
-    by_both: float = 0.0
-    is_counted: bool = False
+    late: dict[tuple[bool, bool], float]
+
+
+_Option = tuple[float, int, _Costs, _Costs, float, float, float]
+"""A way that a request may take: what it costs in all, its idx, the engines of both steps, limits
+missed, seconds to the first token, and of those after it."""
 
 
 class Planner:
@@ -109,26 +113,30 @@ class Planner:
         if not decode or not decode[0].load.speed.is_known:
             return None
         local, sources, targets = self._shortlisted(prefill, decode, now)
-        looked = {id(one): one for one in (*local, *sources, *targets)}
+        looked = dict.fromkeys((*local, *sources, *targets))
         seen = max(2, MAX_SEEN // len(looked))
-        costs = {key: self._costs(one, tokens, now) for key, one in looked.items()}
-        pairs = [(costs[id(one)], costs[id(one)]) for one in local]
-        pairs += [(costs[id(p)], costs[id(d)]) for p in sources for d in targets if p is not d]
-        options = [self._option(source, at, max_tokens) for source, at in pairs]
-        best = math.inf, 0, 0.0
-        for idx in sorted(range(len(pairs)), key=options.__getitem__):
-            if options[idx][0] > best[0]:
+        costs = {one: self._costs(one, tokens, now) for one in looked}
+        options = self._options(
+            [costs[one] for one in local],
+            [costs[one] for one in sources],
+            [costs[one] for one in targets],
+            max_tokens,
+        )
+        options.sort()
+        best = math.inf, 0, 0.0, options[0]
+        for option in options:
+            cost, idx, source, at, _, _, _ = option
+            if cost > best[0]:
                 break  # even if it makes no other answer late
-            others = self._others_late(*pairs[idx], now, seen)
-            best = min(best, (options[idx][0] + others, idx, others))
-        _, idx, others = best
-        (source, at), (_, misses, first, per_token) = pairs[idx], options[idx]
-        misses += others
+            others = self._others_late(source, at, now, seen)
+            best = min(best, (cost + others, idx, others, option))
+        _, _, others, (_, _, source, at, misses, first, seconds) = best
         late, limit = 0.0, self.shared.limits.first
-        if limit:
+        if limit and first > RISKY * limit:
             wait = max(source.backlog, source.room if source is at else source.prompt_room)
             late = max(0.0, min(first - RISKY * limit, wait))
-        return Placement(source.candidate, at.candidate, first, per_token, misses, late)
+        per_token = seconds / max(self.shared.lengths.mean, 1.0)
+        return Placement(source.candidate, at.candidate, first, per_token, misses + others, late)
 
     def _shortlisted(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
@@ -137,93 +145,100 @@ class Planner:
         limits = self.shared.limits
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if limits.tpot else (), decode if limits.tpot else ()
-        work = [_work(one, now) for one in decode]
+        patience = 4.0 / limits.first if limits.first else 1.0
+        work, paces, alone = _outlooks(decode, now, patience)
         soonest = decode[work.index(min(work))]
         if not limits.tpot:
             return [soonest], (), ()
-        patience = 4.0 / limits.first if limits.first else 1.0
-        steadiest = sorted(decode, key=lambda one: one.load.outlook(now)[1])[:MAX_CANDIDATES]
-        sources = list[Candidate]()
+        idxs = sorted(range(len(decode)), key=paces.__getitem__)
+        steadiest = [decode[idx] for idx in idxs[:MAX_CANDIDATES]]
+        sources, local = list[Candidate](), [soonest, *steadiest]
         if prefill:
             if prefill is not decode:
-                work = [_work(one, now) for one in prefill]
-            alone = [
-                len(one.load.answers) + patience * seconds
-                for one, seconds in zip(prefill, work, strict=True)
-            ]
-            least = work.index(min(work)), alone.index(min(alone))
-            sources += dict.fromkeys([prefill[idx] for idx in least])
-        local = dict.fromkeys((soonest, *steadiest, *(one for one in sources if one in decode)))
-        return list(local), sources, steadiest
+                work, _, alone = _outlooks(prefill, now, patience)
+            least, fewest = work.index(min(work)), alone.index(min(alone))
+            sources = [prefill[idx] for idx in ((least,) if least == fewest else (least, fewest))]
+            local += sources if prefill is decode else [one for one in sources if one in decode]
+        return list(dict.fromkeys(local)), sources, steadiest
 
-    def _option(
-        self, source: "_Costs", at: "_Costs", max_tokens: int
-    ) -> tuple[float, float, float, float]:
-        """What it costs to compute the prompt at *source* and to answer *at* an engine: in all, in
-        limits missed, and how long the first token and each after it take; other answers that come
-        late by it left out."""
-        limits, shared = self.shared.limits, self.shared
-        late, wait, length = 0.0, at.room, shared.lengths.mean
-        if source is at:
-            first = max(at.backlog, at.room) + at.prefill
-        else:
-            wait += source.prompt_room
-            first = max(source.backlog, source.prompt_room) + source.prefill
+    def _options(
+        self,
+        local: Sequence[_Costs],
+        sources: Sequence[_Costs],
+        targets: Sequence[_Costs],
+        max_tokens: int,
+    ) -> list[_Option]:
+        """What each way costs to compute the prompt and to answer, at one engine or at two; other
+        answers that come late by it left out."""
+        shared, ways = self.shared, list[tuple[_Costs, _Costs, float, float, float]]()
+        for one in local:
+            first = (one.backlog if one.backlog > one.room else one.room) + one.prefill
+            ways.append((one, one, first, 0.0, one.room))
+        for one in sources:
+            room = one.prompt_room
+            first = (one.backlog if one.backlog > room else room) + one.prefill
             first += shared.handover.value
-            late = max(0.0, at.backlog - first, at.room - first) + shared.second_token.value
-        in_time = 1.0
-        if limits.first and first > RISKY * limits.first:
-            in_time = 1.0 - _ramp(first / limits.first)
-        if limits.tpot:
-            room = limits.tpot - at.pace
-            if late or room <= 0.0:
-                needed = (late + room) / room if room > 0.0 else math.inf
-                in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
-        misses = 1.0 - in_time + source.num_put_off
-        seconds = at.pace * length + late
-        delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
-        per_token = seconds / max(length, 1.0)
-        cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
-        return cost, misses, first, per_token
+            for at in targets:
+                if at is not one:
+                    late = max(0.0, at.backlog - first, at.room - first)
+                    late += shared.second_token.value
+                    ways.append((one, at, first, late, at.room + room))
+        tpot, length, options = shared.limits.tpot, shared.lengths.mean, list[_Option]()
+        limit = shared.limits.first or math.inf
+        for source, at, first, late, wait in ways:
+            in_time = 1.0 - _ramp(first / limit) if first > RISKY * limit else 1.0
+            if tpot:
+                room = tpot - at.pace
+                if late or room <= 0.0:
+                    needed = (late + room) / room if room > 0.0 else math.inf
+                    in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
+            misses = 1.0 - in_time + source.num_put_off
+            seconds = at.pace * length + late
+            delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
+            cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
+            options.append((cost, len(options), source, at, misses, first, seconds))
+        return options
 
     def _others_late(self, source: _Costs, at: _Costs, now: float, max_seen: int) -> float:
         """How many other answers come late where the prompt is computed at *source* and answered
         *at* an engine."""
-        for one in (source, at):
-            if not one.is_counted:
-                one.is_counted = True
-                self._count_late(one, now, -(-one.num_answers // max_seen))
-        return max(0.0, at.by_both if source is at else source.by_prefill + at.by_answer)
+        if source is at:
+            return max(0.0, self._late(at, (True, True), now, max_seen))
+        by_prefill = self._late(source, (True, False), now, max_seen)
+        return max(0.0, by_prefill + self._late(at, (False, True), now, max_seen))
 
     def _costs(self, candidate: Candidate, tokens: int, now: float) -> _Costs:
         load, speed = candidate.load, candidate.load.speed
         held = min(candidate.held_tokens, tokens - 1)
         seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
-        load.outlook(now)
-        num = len(load.answers)
+        if now >= load.outlook_until:
+            load.look_ahead(now)
+        num, length = len(load.answers), self.shared.lengths.mean
         # Those that run now are some time at the engine, and then as many as of late.
         most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
         context = NOW_SHARE * load.context + (1.0 - NOW_SHARE) * load.mean_context
         step = speed.step_seconds(most, context)
         slower = speed.step_seconds(most + 1.0, context + tokens)
         pace = slower / max(1.0 - load.share, 0.05)
-        length = self.shared.lengths.mean
-        wait, num_put_off = load.wait_seconds(seconds, now)
-        rooms = load.room_seconds(tokens, pace), load.room_seconds(tokens + length, pace)
-        return _Costs(candidate, num, wait, seconds, step, slower, pace, *rooms, num_put_off)
+        wait, put_off = load.wait_seconds(seconds, now)
+        room = load.room_seconds(tokens + length, pace)
+        first = load.room_seconds(tokens, pace) if room else 0.0
+        return _Costs(candidate, num, wait, seconds, step, slower, pace, first, room, put_off, {})
 
-    def _count_late(self, found: _Costs, now: float, stride: int) -> None:
-        """Count the answers at an engine that a prefill, one more answer or both will make late,
-        by every one of *stride* answers. The time of this loop is most of a placement's."""
-        limit, step = self.shared.limits.tpot, found.step
-        if limit <= step or not found.num_answers:
-            return
-        longer, slower = self.shared.lengths.longer, found.slower
-        backlog, both = found.backlog, found.backlog + found.prefill
-        per_second = 1.0 / (limit - step)
+    def _late(self, at: _Costs, by: tuple[bool, bool], now: float, max_seen: int) -> float:
+        """How many answers *at* an engine will be late *by* a prefill, one more answer or both, by
+        *max_seen* of them about."""
+        if by in at.late:
+            return at.late[by]
+        limit, lengths = self.shared.limits.tpot, self.shared.lengths
+        step, slower = at.step, at.slower
+        found, stride = 0.0, -(-at.num_answers // max_seen)
+        backlog, both = at.backlog, at.backlog + at.prefill
+        per_second = 1.0 / (limit - step) if step < limit else math.inf
         slower_per_second = 1.0 / (limit - slower) if slower < limit else math.inf
-        by_prefill = by_answer = by_both = 0.0
-        for answer in list(found.candidate.load.answers)[::stride]:
+        is_counted = at.num_answers and step < limit
+        answers = at.candidate.load.answers if is_counted else ()
+        for answer in islice(answers, 0, None, stride or 1):
             wait = answer.first_at - now
             had, spent = answer.tokens or 1, limit
             before, after = backlog, both
@@ -231,31 +246,46 @@ class Planner:
                 before, after = max(0.0, before - wait), max(0.0, after - wait)
             elif answer.has_begun:
                 spent -= wait
-            late_at = had, answer.max_tokens, longer
-            used, slower_used = spent - had * step, spent - had * slower
-            worst = _late_share((slower_used + after) * slower_per_second, *late_at)
-            if worst == 0.0:
+            slower_used = spent - had * slower
+            needed = (slower_used + after) * slower_per_second
+            if needed <= had:
+                continue  # in time even so
+            longer, most, used = lengths.longer, answer.max_tokens, spent - had * step
+            already = _late_share((used + before) * per_second, had, most, longer)
+            worst = _late_share(needed, had, most, longer)
+            if worst == 0.0 or already == 1.0:
                 continue
-            already = _late_share((used + before) * per_second, *late_at)
-            if already == 1.0:
-                continue
-            by_both += worst - already
-            by_prefill += _late_share((used + after) * per_second, *late_at) - already
-            by_answer += _late_share((slower_used + before) * slower_per_second, *late_at) - already
-        found.by_prefill = by_prefill * stride
-        found.by_answer, found.by_both = by_answer * stride, by_both * stride
+            if by == (True, False):
+                worst = _late_share((used + after) * per_second, had, most, longer)
+            elif by == (False, True):
+                worst = _late_share((slower_used + before) * slower_per_second, had, most, longer)
+            found += worst - already
+        at.late[by] = found = found * stride
+        return found
 
 
-def _work(one: Candidate, now: float) -> float:
-    """Seconds of an engine's work, less what it need not compute."""
-    load, held = one.load, one.held_tokens
-    seconds = load.outlook(now)[0]
-    if load.waiting:
-        seconds = max(seconds, load.queued + sum(one.seconds for one in load.waiting))
-    return seconds - load.speed.prefill_seconds(held, 0, False) if held else seconds
+def _outlooks(
+    engines: Sequence[Candidate], now: float, patience: float
+) -> tuple[list[float], list[float], list[float]]:
+    """Of each engine: seconds of its work, less what it need not compute; seconds to each token of
+    its answers; and *patience* times the former with its answers."""
+    work, paces, alone = list[float](), list[float](), list[float]()
+    for one in engines:
+        load, held = one.load, one.held_tokens
+        if now >= load.outlook_until:
+            load.look_ahead(now)
+        seconds, pace = load.outlook
+        if load.waiting:
+            seconds = max(seconds, load.queued + load.waiting_seconds)
+        if held:
+            seconds -= load.speed.prefill_seconds(held, 0, False)
+        work.append(seconds)
+        paces.append(pace)
+        alone.append(len(load.answers) + patience * seconds)
+    return work, paces, alone
 
 
-def _late_share(needed: float, had: int, most: int, longer: Sequence[float]) -> float:
+def _late_share(needed: float, had: int, most: int, longer: Mapping[int, float]) -> float:
     """Share of answers of *had* tokens so far, and *most* at most, that end before they have those
     *needed* to keep the limit. longer: share of all answers that are, by bins."""
     if needed <= had:

@@ -65,7 +65,7 @@ class Turns:
         waiting = Waiting(now, seconds, tenant)
         self._tenants.come(tenant)
         turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
-        load.waiting[waiting] = None
+        load.wait(waiting)
         self._set_timer(now)
         try:
             await turn
@@ -75,7 +75,7 @@ class Turns:
             raise
         finally:
             self._turns.pop(waiting, None)
-            load.waiting.pop(waiting, None)
+            load.leave(waiting)
 
     def _wake(self) -> None:
         """Let the next one go if it is time."""

@@ -269,17 +269,19 @@ def test_a_hand_over_is_from_one_of_the_given_to_another(
 
 def plainly(of: Planner, both: list[Candidate]) -> tuple[Candidate, Candidate]:
     """The best placement, with each one's costs worked out anew and to the end."""
-    local, sources, targets = of._shortlisted(both, both, NOW)
+    shortlists = of._shortlisted(both, both, NOW)
+    local, sources, targets = shortlists
+    seen = max(2, MAX_SEEN // len({*local, *sources, *targets}))
     pairs = [(one, one) for one in local] + [(p, d) for p in sources for d in targets if p is not d]
-    seen = max(2, MAX_SEEN // len({id(one) for pair in pairs for one in pair}))
 
-    def cost(pair: tuple[Candidate, Candidate]) -> float:
-        source = at = of._costs(pair[0], 4000, NOW)
-        if pair[0] is not pair[1]:
-            at = of._costs(pair[1], 4000, NOW)
-        return of._option(source, at, 1000)[0] + of._others_late(source, at, NOW, seen)
+    def cost(idx: int) -> float:
+        made = {one: of._costs(one, 4000, NOW) for one in both}
+        options = of._options(*([made[one] for one in each] for each in shortlists), 1000)
+        total, _, source, at, _, _, _ = options[idx]
+        assert (source.candidate, at.candidate) == pairs[idx]
+        return total + of._others_late(source, at, NOW, seen)
 
-    return min(pairs, key=cost)
+    return pairs[min(range(len(pairs)), key=cost)]
 
 
 @given(
@@ -302,14 +304,13 @@ def test_what_cannot_win_is_left_out_and_the_best_is_found(
     both = engines(made, len(work))
     for candidate, (prompts, answers, held) in zip(both, work, strict=True):
         candidate.held_tokens = held
-        candidate.load.outlook(NOW)
+        candidate.load.look_ahead(NOW)
         for tokens in prompts:
             candidate.load.ask(tokens, 0, NOW)
         for tokens, seconds in answers:
             running(candidate.load, tokens, seconds)
-        outlook = candidate.load.outlook(NOW)
-        candidate.load._outlook_until = 0.0
-        assert candidate.load.outlook(NOW) == outlook  # it had been made anew
+        changed = prompts or answers
+        assert (candidate.load.outlook_until <= NOW) == bool(changed)
     placed = place(made, both, both)
     assert (placed.prefill, placed.decode) == plainly(made, both)
 

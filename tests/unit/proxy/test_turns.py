@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engine_load import PATIENCE, EngineLoad, Waiting, next_of
+from vllm_commext.proxy.engine_load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
 from vllm_commext.proxy.turns import QUANTUM_SECONDS, Tenants, Turns
 
@@ -87,7 +87,7 @@ async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> N
 def test_a_prompt_to_come_waits_for_those_that_are_not_put_off() -> None:
     load = EngineLoad(Speeds(Limits(first=1.0)))
     for seconds in (0.3, 0.5, 0.4):  # of which the second is put off
-        load.waiting[Waiting(10.0, seconds)] = None
+        load.wait(Waiting(10.0, seconds))
     assert load.wait_seconds(0.1, 10.0) == (pytest.approx(0.7), 0)
     assert load.wait_seconds(0.3, 10.0) == (pytest.approx(0.3), 1)  # and the third, for it
     assert load.wait_seconds(0.6, 10.0) == (pytest.approx(1.2), 0)  # that is put off itself
@@ -127,6 +127,43 @@ def test_the_most_prompts_are_in_time(
 
 sizes = st.floats(0.001, 2.0)
 quick = settings(max_examples=50, deadline=None)
+
+
+def plainly_in_time(line: list[Waiting], now: float, limit: float) -> list[Waiting]:
+    """Those that are left when the longest has gone as often as the last one would be late."""
+    kept = list[Waiting]()
+    for one in line:
+        kept.append(one)
+        if now + sum(other.seconds for other in kept) > one.since + IN_TIME * limit:
+            kept.remove(max(kept, key=lambda other: other.seconds))
+    return kept
+
+
+@quick
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 4, 4, 9, 30])), max_size=20),
+    st.integers(1, 30),
+    st.integers(40, 99),
+)
+def test_who_is_put_off_for_a_prompt_is_found_in_one_pass(
+    waiting: list[tuple[int, int]], seconds: int, now: int
+) -> None:
+    """Times are in sixteenths, so that sums are exact."""
+    load, own = EngineLoad(Speeds(Limits(0.0, 2.0))), Waiting(now / 16, seconds / 16)
+    line = [Waiting(since / 16, each / 16) for since, each in waiting]
+    for one in line:
+        load.wait(one)
+    assert load.waiting_seconds == sum(one.seconds for one in line)
+    for one in line[::3]:
+        load.leave(one)
+    del line[::3]
+    assert load.waiting_seconds == sum(one.seconds for one in line)
+    kept = plainly_in_time([*line, own], own.since, 2.0)
+    expected = sum(one.seconds for one in line), 0
+    if own in kept:
+        num_put_off = len(plainly_in_time(line, own.since, 2.0)) + 1 - len(kept)
+        expected = sum(one.seconds for one in kept) - own.seconds, num_put_off
+    assert load.wait_seconds(own.seconds, own.since) == expected
 
 
 @quick
