@@ -10,7 +10,9 @@ import pytest
 
 from tests.contract.vllm_process import python, run_at_once
 from vllm_commext.compat.evidence import PROVEN_MACHINES
+from vllm_commext.compat.hooks import vllm_version
 from vllm_commext.compat.monkey_patch import INVENTORY
+from vllm_commext.compat.versions import WINDOW, is_release_of
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -187,10 +189,15 @@ print(json.dumps([row.symbol for row in loaded if is_patched(row)]))
 
 
 def test_by_default_on_gpus_only_the_communicators_methods_are_patched() -> None:
-    """As README.md counts them; a module that is not loaded has nothing patched."""
+    """As README.md counts them, where the GPU tests are run on this vLLM; a module that is not
+    loaded has nothing patched."""
     done = python(PATCHED)
     assert done.returncode == 0, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "INFO commext: " in line]
-    assert [line.split("commext: ")[1] for line in said] == ["nixl active", "allreduce active"]
+    lines = (done.stdout + done.stderr).splitlines()
+    said = [line.split("commext: ")[1].split(" (")[0] for line in lines if "commext: " in line]
+    with_gpus = [row.minor for row in WINDOW if row.gpus]
+    is_on = is_release_of(vllm_version(), with_gpus)
+    assert said == ["nixl active", f"allreduce {'active' if is_on else 'off'}"], lines
     patched = json.loads(done.stdout.splitlines()[-1])
-    assert patched == [row.symbol for row in INVENTORY if "CudaCommunicator." in row.symbol]
+    methods = [row.symbol for row in INVENTORY if "CudaCommunicator." in row.symbol]
+    assert patched == (methods if is_on else [])
