@@ -1,18 +1,22 @@
 """What the official ``openai`` client asks of a server, in each of its ways, and what it makes of
-the answer but for names and times that a server makes up."""
+the answer but for names and times that a server makes up. It is imported by what asks: every
+process of a run collects this file."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
-from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from tests.kit import cluster
 from tests.kit.parity import tls
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 MADE_UP = {"id", "created", "created_at", "completed_at", "system_fingerprint", "item_id"}
 NUM_PIECES = 3
@@ -147,16 +151,19 @@ CASES: dict[str, Callable[[OpenAI, str], Any]] = {
 
 def ask(url: str, case: str, text: str) -> Any:
     """What the client makes of a case: the answer, or the name and the words of its exception."""
+    from openai import OpenAI, OpenAIError
+
     try:
         with httpx.Client(verify=tls(), trust_env=False) as http:
             client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
             return CASES[case](client, text)
-    except openai.OpenAIError as error:
+    except OpenAIError as error:
         return type(error).__name__, getattr(error, "status_code", None), str(error)
 
 
 def ask_at_once(url: str, text: str) -> Any:
     """What the client's asynchronous form makes of three chats."""
+    from openai import AsyncOpenAI
 
     async def asked() -> Any:
         async with httpx.AsyncClient(verify=tls(), trust_env=False) as http:

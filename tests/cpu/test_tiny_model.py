@@ -32,15 +32,17 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 registry._run_in_subprocess = lambda look: look()  # else a process for each kind imports vLLM
 asked = json.load(open(sys.argv[1]))
-prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], logprobs=5, ignore_eos=True)
 answers = {}
 for kind, (folder, dtype, backend) in asked["kinds"].items():
     engine = LLM(folder, dtype=dtype, attention_backend=backend or None, enforce_eager=True,
                  block_size=asked["block_size"], max_model_len=1024, max_num_seqs=4,
                  enable_prefix_caching=False, seed=0)
     answers[kind] = []
-    for prompt in prompts:
+    for prompt_token_ids, num_tokens in asked["prompts"]:
+        prompt = {"prompt_token_ids": prompt_token_ids}
+        sampling = SamplingParams(
+            temperature=0, max_tokens=num_tokens, logprobs=5, ignore_eos=True
+        )
         output = engine.generate(prompt, sampling, use_tqdm=False)[0].outputs[0]
         answers[kind].append([
             [token, {key: value.logprob for key, value in top.items()}]
@@ -63,7 +65,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """To the prompts, to the same again, and to the prompts with one early token changed.
+    """To the prompts, to the same again, and, of one token, to the prompts with one early token
+    changed.
 
     ``visible`` is the difference in nats that rounding does not make.
     """
@@ -80,8 +83,10 @@ def draw_prompts() -> tuple[list[Prompt], list[Prompt]]:
     return prompts, [almost_the_same(prompt) for prompt in prompts]
 
 
-def ask(kinds: Sequence[str], folder: Path, prompts: list[Prompt]) -> dict[str, list[Answer]]:
-    """Answers of a fresh engine of each kind, one prompt at a time."""
+def ask(
+    kinds: Sequence[str], folder: Path, prompts: Sequence[tuple[Prompt, int]]
+) -> dict[str, list[Answer]]:
+    """Answers of a fresh engine of each kind to prompts, of so many tokens, one at a time."""
     folders = {kind: write_tiny_model(folder / kind, kind) for kind in kinds}
     asked = {
         "kinds": {
@@ -89,7 +94,6 @@ def ask(kinds: Sequence[str], folder: Path, prompts: list[Prompt]) -> dict[str, 
             for kind in kinds
         },
         "prompts": prompts,
-        "tokens": NUM_GENERATED,
         "block_size": BLOCK_SIZE,
     }
     question, answers, log = (folder / name for name in ("asked.json", "answers.json", "log"))
@@ -124,7 +128,8 @@ def all_answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Answers]:
     prompts, changed = draw_prompts()
-    found = ask(request.param, tmp_path_factory.mktemp("kinds"), [*prompts, *prompts, *changed])
+    asked = [(prompt, NUM_GENERATED) for prompt in prompts * 2] + [(one, 1) for one in changed]
+    found = ask(request.param, tmp_path_factory.mktemp("kinds"), asked)
     n = NUM_PROMPTS
     return {
         kind: Answers(VISIBLE[KINDS[kind].cpu_dtype], one[:n], one[n : 2 * n], one[2 * n :])
