@@ -12,7 +12,7 @@ from tests.chaos.report import RunRecord, as_markdown, failures
 from tests.chaos.scenario import Scenario, run
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
-from tests.kit.tiny_model import write_tiny_model
+from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
 KINDS = (
     "side_channel_garbage",
@@ -32,7 +32,9 @@ def run_here(
 ) -> RunRecord:
     """A run of the dense model on loopback."""
     scenario = Scenario(seed=1, namespaces=False, **settings)
-    return run(scenario, write_tiny_model(folder / "model"), folder, say)
+    return run(
+        scenario, write_tiny_model(folder / "model", num_layers=FEW_LAYERS["llama"]), folder, say
+    )
 
 
 @pytest.mark.timeout(600)

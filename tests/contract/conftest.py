@@ -46,9 +46,11 @@ def channel() -> Iterator[Channel]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.kit.tiny_model import write_tiny_model
+    from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+    return write_tiny_model(
+        tmp_path_factory.mktemp("models") / "llama", num_layers=FEW_LAYERS["llama"]
+    )
 
 
 @pytest.fixture

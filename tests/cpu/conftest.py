@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.kit.composed import Cluster
-from tests.kit.tiny_model import write_tiny_model
+from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
 NEEDED = ("vllm", "nixl", "httpx")
 SERVER_TIMEOUT = 900
@@ -47,13 +47,24 @@ def link() -> Iterator[Link]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+    return write_tiny_model(
+        tmp_path_factory.mktemp("models") / "llama", num_layers=FEW_LAYERS["llama"]
+    )
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the kind's own number of layers, for what depends on how long a prompt or an answer
+    takes, or on where a parser cuts what the model says."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "deep")
 
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture with other weights."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+    return write_tiny_model(
+        tmp_path_factory.mktemp("models") / "other", seed=1, num_layers=FEW_LAYERS["llama"]
+    )
 
 
 @pytest.fixture

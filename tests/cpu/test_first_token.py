@@ -84,10 +84,10 @@ def with_markup(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=PARSERS)
 def servers(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, deep_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("first")
-    model = with_markup(model, folder / "model")
+    model = with_markup(deep_model, folder / "model")
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]

@@ -85,9 +85,9 @@ def check(folder: Path, prefill: list[VllmServer], decode: VllmServer) -> tuple[
             return added, scrape(proxy.url).minus(counted)
 
 
-def test_the_decode_server_computes_the_rest_alone(model: Path, tmp_path: Path) -> None:
-    prefill = engine("p", "kv_producer", model, tmp_path)
-    decode = engine("d", "kv_consumer", model, tmp_path)
+def test_the_decode_server_computes_the_rest_alone(deep_model: Path, tmp_path: Path) -> None:
+    prefill = engine("p", "kv_producer", deep_model, tmp_path)
+    decode = engine("d", "kv_consumer", deep_model, tmp_path)
     added, counted = check(tmp_path, [prefill], decode)
     read = tokens_of(added, "local_cache_hit")
     assert read > 0
@@ -97,9 +97,9 @@ def test_the_decode_server_computes_the_rest_alone(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_it_does_so_beside_another_prefill_server(model: Path, tmp_path: Path) -> None:
-    prefill = [engine(f"p{n}", "kv_producer", model, tmp_path) for n in range(2)]
-    decode = engine("d", "kv_consumer", model, tmp_path)
+def test_it_does_so_beside_another_prefill_server(deep_model: Path, tmp_path: Path) -> None:
+    prefill = [engine(f"p{n}", "kv_producer", deep_model, tmp_path) for n in range(2)]
+    decode = engine("d", "kv_consumer", deep_model, tmp_path)
     added, counted = check(tmp_path, prefill, decode)
     assert tokens_of(added, "local_cache_hit") > 0
     assert counted.total(STREAMS, way="alone") == 1
@@ -107,11 +107,11 @@ def test_it_does_so_beside_another_prefill_server(model: Path, tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_prompt_that_another_prefill_server_computes_is_read_from_there_on(
-    model: Path, tmp_path: Path
+    deep_model: Path, tmp_path: Path
 ) -> None:
     """Under the policy that fails requests, the proxy begins anew."""
-    prefill = [engine(f"p{n}", "kv_producer", model, tmp_path) for n in range(2)]
-    decode = engine("d", "kv_consumer", model, tmp_path, policy="fail")
+    prefill = [engine(f"p{n}", "kv_producer", deep_model, tmp_path) for n in range(2)]
+    decode = engine("d", "kv_consumer", deep_model, tmp_path, policy="fail")
     added, _ = check(tmp_path, prefill, decode)
     read = tokens_of(added, "local_cache_hit")
     assert read > 0
@@ -119,9 +119,9 @@ def test_a_prompt_that_another_prefill_server_computes_is_read_from_there_on(
 
 
 @pytest.mark.long
-def test_without_a_prefix_cache_all_is_computed(model: Path, tmp_path: Path) -> None:
-    prefill = engine("p", "kv_producer", model, tmp_path)
-    decode = engine("d", "kv_consumer", model, tmp_path, "--no-enable-prefix-caching")
+def test_without_a_prefix_cache_all_is_computed(deep_model: Path, tmp_path: Path) -> None:
+    prefill = engine("p", "kv_producer", deep_model, tmp_path)
+    decode = engine("d", "kv_consumer", deep_model, tmp_path, "--no-enable-prefix-caching")
     added, _ = check(tmp_path, [prefill], decode)
     assert tokens_of(added, "local_compute") == NUM_TOKENS
 

@@ -30,10 +30,12 @@ LIMIT_FACTORS = (1.3, 1.0, 1.7, 2.5)
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+def engines(
+    deep_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[VllmServer]]:
     folder = tmp_path_factory.mktemp("engines")
     made = [
-        cluster.engine_server(name, model, folder, cluster.kv_transfer_config("kv_both"))
+        cluster.engine_server(name, deep_model, folder, cluster.kv_transfer_config("kv_both"))
         for name in ("one", "other")
     ]
     with cluster.all_ready(made):
@@ -41,11 +43,11 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
 
 
 @pytest.fixture
-def forgetful(model: Path, tmp_path: Path) -> Iterator[list[VllmServer]]:
+def forgetful(deep_model: Path, tmp_path: Path) -> Iterator[list[VllmServer]]:
     """Engines that compute each prompt anew."""
     made = [
         cluster.engine_server(
-            name, model, tmp_path, cluster.kv_transfer_config("kv_both"), args=[NO_CACHE]
+            name, deep_model, tmp_path, cluster.kv_transfer_config("kv_both"), args=[NO_CACHE]
         )
         for name in ("here", "there")
     ]

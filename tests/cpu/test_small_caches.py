@@ -34,11 +34,15 @@ PLACED = "commext_proxy_placements_total"
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+def engines(
+    deep_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[VllmServer]]:
     folder = tmp_path_factory.mktemp("engines")
     args = ["--no-enable-prefix-caching", "--num-gpu-blocks-override", str(NUM_BLOCKS)]
     made = [
-        cluster.engine_server(name, model, folder, cluster.kv_transfer_config("kv_both"), args=args)
+        cluster.engine_server(
+            name, deep_model, folder, cluster.kv_transfer_config("kv_both"), args=args
+        )
         for name in ("one", "other")
     ]
     with cluster.all_ready(made):

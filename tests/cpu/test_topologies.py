@@ -20,7 +20,7 @@ from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, compare, complete, near_enough, prefill
 from tests.kit.servers import VllmServer
 from tests.kit.tiny_kinds import KINDS
-from tests.kit.tiny_model import write_tiny_model
+from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
@@ -97,7 +97,7 @@ def engines(
 ) -> Iterator[Engines]:
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
-    model = write_tiny_model(folder / "model", kind)
+    model = write_tiny_model(folder / "model", kind, num_layers=FEW_LAYERS.get(kind))
     names = sorted({name for pair in SERVED[kind] for name in pair})
     servers = {name: engine(name, kind, model, folder) for name in names}
     with cluster.all_ready(servers.values()):
