@@ -32,8 +32,9 @@ from vllm_commext.proxy.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-MAX_MOVES = 8
-"""Streams for which another engine is prepared at a time; others go on meanwhile."""
+MAX_MOVES = 3
+"""Streams for which another engine is prepared at a time; others go on meanwhile, and wait for all
+prompts that come to an engine in one step."""
 PREPARE_SECONDS = 60.0
 BESIDE_SECONDS = 5.0
 """For which two engines answer at most."""
