@@ -90,8 +90,7 @@ def make(
 def _adaptive(name: str, engines: EngineSet, limits: Limits) -> Contestant:
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
     options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
-    if name == ORDERED:
-        options += ("--prompt-order", "shortest")
+    options += ("--prompt-order", "shortest" if name == ORDERED else "arrival")
     return Contestant(f"{name} {tpot}/{first}", engines, options, told=limits)
 
 

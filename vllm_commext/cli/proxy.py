@@ -168,7 +168,8 @@ def _add_placement(add: Callable[..., None]) -> None:
         choices=ORDERS,
         default=ProxyConfig.prompt_order,
         help="in which order prompts go to an engine that computes others: short ones before long "
-        "ones, or as they come, at once; default: %(default)s",
+        "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
+        "--ttft-ms, without --refuse-late; default: %(default)s",
     )
     add(
         "--fair-by",

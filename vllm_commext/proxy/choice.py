@@ -74,9 +74,18 @@ def is_adaptive(mode: str, decode: EnginePool) -> bool:
     return mode == ADAPTIVE or (mode == AUTO and decode.has_both)
 
 
+def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
+    """Whether prompts wait at the proxy for their turn at an engine: as told, else where requests
+    are placed by a limit to the first token, and none is refused by what came before it."""
+    if config.prompt_order != AUTO:
+        return config.prompt_order == SHORTEST
+    is_told = bool(config.ttft_ms) and not config.refuse_late
+    return is_told and is_adaptive(config.placement, decode)
+
+
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
     """Whether somebody asks what engines work on, and how fast; else nothing is learned of it."""
-    return config.prompt_order == SHORTEST or is_adaptive(config.placement, decode)
+    return orders_prompts(config, decode) or is_adaptive(config.placement, decode)
 
 
 class Chooser:

@@ -12,7 +12,8 @@ from vllm_commext.errors import ConfigError
 MIB = 1 << 20
 AUTO, NEVER = MODES = ("auto", "never")
 """Which requests go to both engines at once: all that can, none."""
-SHORTEST, ARRIVAL = ORDERS = ("shortest", "arrival")
+SHORTEST, ARRIVAL = "shortest", "arrival"
+ORDERS = (AUTO, SHORTEST, ARRIVAL)
 """In which order prompts that wait for an engine are sent to it."""
 AUTO, ADAPTIVE, LOCAL, FIXED = PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
@@ -122,7 +123,7 @@ class ProxyConfig:
     stream_chunks: str = AUTO
     refuse_late: bool = False
     placement: str = AUTO
-    prompt_order: str = ARRIVAL
+    prompt_order: str = AUTO
     fair_by: str = ""
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")

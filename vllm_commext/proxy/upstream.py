@@ -14,8 +14,8 @@ import aiohttp
 from vllm_commext.proxy.access import engine_tls
 from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.body import encode
-from vllm_commext.proxy.choice import Plan, most_tokens, reads_load
-from vllm_commext.proxy.config import SHORTEST, ProxyConfig
+from vllm_commext.proxy.choice import Plan, most_tokens, orders_prompts, reads_load
+from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engine_load import Answer, Job
 from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
@@ -291,8 +291,10 @@ class Upstream:
     async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
         """Wait until an engine has nearly computed what it has been sent, where it is known that
         it computes one prompt after the other."""
-        is_known = self._config.prompt_order == SHORTEST and len(engine.capabilities.ranks) == 1
-        if not is_known or payload.tokens == 0 or not engine.load.speed.is_known:
+        is_known = len(engine.capabilities.ranks) == 1
+        if not is_known or not orders_prompts(self._config, self._decode_pool):
+            return
+        if payload.tokens == 0 or not engine.load.speed.is_known:
             return
         seconds = self._config.prefill_timeout_seconds
         with (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
+from vllm_commext.proxy.choice import orders_prompts
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engine_load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
@@ -230,13 +231,11 @@ async def test_tenants_take_turns() -> None:
     [
         pytest.param({"prompt_order": "arrival"}, 4, None, id="at once"),
         pytest.param({"prompt_order": "shortest"}, 1, 6000, id="in one line"),
-        pytest.param(
-            {"prompt_order": "shortest", "fair_by": "X-Tenant"}, 1, 3000, id="in turn with others"
-        ),
+        pytest.param({}, 4, None, id="no limit"),
     ],
 )
 async def test_prompts_are_sent_in_turn(
-    kit: Any, options: dict[str, str], num_sent: int, last: int | None
+    kit: Any, options: dict[str, Any], num_sent: int, last: int | None
 ) -> None:
     release = asyncio.Event()
     async with kit.cluster(1, 1, affinity=False, **options) as cluster:
@@ -257,6 +256,26 @@ async def test_prompts_are_sent_in_turn(
         assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * len(asked)
         lengths = [len(call.body["prompt"]) for call in prefill.calls]
         assert last is None or (lengths[0], lengths[-1]) == (8000, last)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_both", "expected"),
+    [
+        pytest.param({}, 1, False, id="no limit"),
+        pytest.param({"tpot_ms": 15.0}, 1, False, id="no limit to the first token"),
+        pytest.param({"ttft_ms": 1000.0}, 1, True, id="placed by a limit"),
+        pytest.param({"ttft_ms": 1000.0}, 0, False, id="placed by roles"),
+        pytest.param({"ttft_ms": 1000.0, "placement": "local"}, 1, False, id="not placed by it"),
+        pytest.param({"ttft_ms": 1000.0, "refuse_late": True}, 1, False, id="refused instead"),
+        pytest.param({"ttft_ms": 1000.0, "prompt_order": "arrival"}, 1, False, id="told not to"),
+        pytest.param({"prompt_order": "shortest"}, 0, True, id="told to"),
+    ],
+)
+async def test_where_prompts_wait_for_their_turn(
+    kit: Any, options: dict[str, Any], num_both: int, expected: bool
+) -> None:
+    async with kit.cluster(1, 1, num_both=num_both, affinity=False, **options) as cluster:
+        assert orders_prompts(cluster.proxy.config, cluster.proxy.decode_pool) is expected
 
 
 @pytest.mark.parametrize("options", [{}, {"ttft_ms": 500.0, "refuse_late": True}])
