@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -139,6 +140,25 @@ def test_what_the_prose_says_of_splitting_is_what_the_table_says() -> None:
                 assert abs(replicas - adaptive) <= 3
             else:
                 assert max(replicas, fixed, adaptive) == (fixed if limit == "10" else adaptive)
+
+
+def test_the_highest_rates_that_the_prose_names_are_those_of_the_run() -> None:
+    """Between the rates that were run, on a straight line."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in tool("readme_figures").load("2026-11-27_goodput_rates")["rows"]:
+        (good,) = row["good"]["15 ms, 1000 ms"]
+        found.setdefault(row["way"], []).append((row["rate"], 100 * good / row["requests"]))
+
+    def highest(way: str) -> float:
+        curve = sorted(found[way])
+        for (slow, before), (fast, after) in itertools.pairwise(curve):
+            if before >= 90 > after:
+                return slow + (before - 90) / (before - after) * (fast - slow)
+        return curve[-1][0]
+
+    replicas, fixed, adaptive = map(highest, ("replicas", "fixed", "adaptive 15/1000"))
+    assert f"up to {replicas:.1f} requests/s as replicas, {fixed:.1f} with fixed roles" in PROSE
+    assert f"at least {adaptive:.1f} adaptively" in PROSE
 
 
 def test_the_loss_that_the_prose_names_is_that_of_the_run() -> None:
