@@ -10,6 +10,7 @@ OLDER ?= 2f151d8
 PYTHONS ?= 3.12 3.13
 MATRIX ?= 0.28.0 0.30.0 0.32.0 0.33.0
 OTHER ?= 0.32.0
+LONG_TOKENS ?= 2500
 MODEL ?= smollm2
 TP ?= 1
 P_TP ?= $(TP)
@@ -146,11 +147,12 @@ older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each 
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
 		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
 
-rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.32.0 to VLLM, from OLDER to this state
+rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.32.0 to VLLM, from OLDER to this state; LONG_TOKENS=2500 an answer that a drain meets
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
 	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
-		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) $(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
+		COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) COMMEXT_TEST_LONG_TOKENS=$(LONG_TOKENS) \
+		$(PYTEST) tests/cpu/test_rolling.py $(PYTEST_ARGS)
 
 matrix: env ## One table: every API check against every supported vLLM, also those that are not installed; the steps' codec; digests of what parts depend on
 	$(BIN)/python tools/api_matrix.py

@@ -45,10 +45,16 @@ BOUND_SECONDS = 300.0
 
 
 class Clients:
-    """Read one stream after the other, each, and compare it with what is right."""
+    """Read one stream after the other, each, and compare it with what is right; the last ones end
+    within ``bound_seconds``."""
 
-    def __init__(self, url: Any, known: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
-        self._proxy, self._known = url, known
+    def __init__(
+        self,
+        url: Any,
+        known: Sequence[tuple[Mapping[str, Any], Any]],
+        bound_seconds: float = BOUND_SECONDS,
+    ) -> None:
+        self._proxy, self._known, self._bound_seconds = url, known, bound_seconds
         self.num_right = 0
         self.problems: list[str] = []
         self._stop = threading.Event()
@@ -65,7 +71,7 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for one in self._threads:
-            one.join(BOUND_SECONDS)
+            one.join(self._bound_seconds)
         assert not any(one.is_alive() for one in self._threads)
 
     def _read(self, number: int) -> None:

@@ -4,14 +4,17 @@ fails and no answer is wrong; long answers leave each engine at once. That a wro
 noticed, a decode engine with other weights shows, which then joins them.
 
 COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TEST_OLDER the folder
-that the earlier release is installed in; `make rolling` sets both.
+that the earlier release is installed in; `make rolling` sets both. COMMEXT_TEST_LONG_TOKENS is how
+long the long answers are.
 """
 
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,12 +80,14 @@ class Engines:
         builds: what it runs.
         args: of each server.
         extra: of each server's connector.
+        drain_seconds: what an engine may take to drain.
     """
 
     folder: Path
     stack: ExitStack
     args: Sequence[str] = ("--no-enable-prefix-caching",)
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    drain_seconds: float = fleet.BOUND_SECONDS
     servers: dict[str, VllmServer] = field(default_factory=dict[str, VllmServer])
     builds: dict[str, Build] = field(default_factory=dict[str, Build])
     num_started: int = 0
@@ -114,16 +119,19 @@ class Engines:
         self.servers[name], self.builds[name] = server, build
         return server
 
-    def end(self, name: str, admin: fleet.AdminPort) -> None:
-        """Drain an engine and tell it to end, by the way that its release has."""
-        server = self.servers[name]
+    def end(self, name: str, admin: fleet.AdminPort) -> tuple[float, float]:
+        """Drain an engine and tell it to end, by the way that its release has; the seconds that
+        each took."""
+        server, began = self.servers[name], time.monotonic()
         if self.builds[name].drains:
-            fleet.drain(server, fleet.drain_file(self.folder, name))
+            fleet.drain(server, fleet.drain_file(self.folder, name), self.drain_seconds)
         else:
             admin.drain(server.url)
+        drained = time.monotonic()
         fleet.terminate(server)
         assert fleet.wait_for_end(server) == 0
         server.stop()
+        return drained - began, time.monotonic() - drained
 
     def blocks_read(self) -> dict[str, float]:
         """How many blocks each decode engine's process has read since it started."""
@@ -215,45 +223,66 @@ def notice_other_weights(
     assert all(problem.startswith("wrong") for problem in load.problems), load.problems
 
 
-NUM_LONG, MAX_LEN = 2500, 4096
+NUM_LONG = int(os.environ.get("COMMEXT_TEST_LONG_TOKENS", "2500"))
+MAX_LEN = NUM_LONG + 256
+LONG_ARGS = (
+    *("--max-model-len", str(MAX_LEN)),
+    *("--hf-overrides", json.dumps({"max_position_embeddings": MAX_LEN})),
+    *("--num-gpu-blocks-override", str(2 * NUM_BODIES * MAX_LEN // cluster.BLOCK_SIZE)),
+)
+LONG_SECONDS = max(fleet.BOUND_SECONDS, NUM_LONG / 8)
+"""For an answer on two cores that others use, too."""
+
+
+@pytest.fixture(scope="module")
+def long_answers(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Sequence[tuple[Mapping[str, Any], Any]]:
+    """What to ask for, and what an engine of the other vLLM says that nobody else asks."""
+    options = {"max_tokens": NUM_LONG, "ignore_eos": True, "return_token_ids": True}
+    bodies = [body_of(COMPLETIONS, options) for _ in range(NUM_BODIES)]
+    with ExitStack() as stack, ThreadPoolExecutor(NUM_BODIES) as pool:
+        engines = Engines(tmp_path_factory.mktemp("long"), stack, LONG_ARGS)
+        server = engines.start("d0", OTHER, model)
+        server.wait_ready()
+        began = time.monotonic()
+        found = list(pool.map(lambda body: said(told(server, COMPLETIONS, body)), bodies))
+    logger.info("%d answers at once took %.1f s", NUM_BODIES, time.monotonic() - began)
+    return list(zip(bodies, found, strict=True))
 
 
 @pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other")
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
 def test_an_upgrade_need_not_wait_for_long_answers(
-    model: Path, tmp_path: Path, moves: bool
+    model: Path,
+    tmp_path: Path,
+    long_answers: Sequence[tuple[Mapping[str, Any], Any]],
+    moves: bool,
 ) -> None:
     """Of a prefill and two decode engines, from another vLLM to this one."""
-    admin, seconds = fleet.AdminPort(tmp_path), dict[str, tuple[float, float]]()
-    long = {"max_tokens": NUM_LONG, "ignore_eos": True, "return_token_ids": True}
+    admin, seconds = fleet.AdminPort(tmp_path), dict[str, tuple[float, ...]]()
     with ExitStack() as stack:
-        args = ("--max-model-len", str(MAX_LEN))
-        engines = Engines(tmp_path, stack, args, {"reuse_blocks": True})
+        engines = Engines(tmp_path, stack, LONG_ARGS, {"reuse_blocks": True}, LONG_SECONDS)
         roles = {name: ROLES[name] for name in ("p0", "d0", "d1")}
         for name in roles:
             engines.start(name, OTHER, model)
         for server in engines.servers.values():
             server.wait_ready()
-        bodies = [body_of(COMPLETIONS, long) for _ in range(NUM_BODIES)]
-        known = [(body, said(told(engines.servers["d0"], COMPLETIONS, body))) for body in bodies]
         options = [*admin.args, *([] if moves else ["--no-move"])]
         routing = fleet.Routing(tmp_path, engines.servers, options)
         routing.assign(**roles)
         with routing.proxy:
             began = time.monotonic()
-            with Clients(routing.proxy, known) as clients:
+            with Clients(routing.proxy, long_answers, LONG_SECONDS) as clients:
                 for name in ("d0", "d1", "p0"):
                     if roles[name] == "decode":
                         wait_for_streams(engines.servers[name])
-                    before = time.monotonic()
-                    engines.end(name, admin)
-                    ended = time.monotonic()
-                    engines.start(name, HERE, model).wait_ready()
-                    seconds[name] = ended - before, time.monotonic() - ended
+                    ended = engines.end(name, admin)
+                    seconds[name] = *ended, engines.start(name, HERE, model).wait_ready()
                 in_all = time.monotonic() - began
             results = by_result(scrape(routing.proxy.url))
-    told_of = {name: f"{end:.1f} + {start:.1f}" for name, (end, start) in seconds.items()}
-    text = "%d right; upgraded within %.1f s, ended and started within %s s; %s"
+    told_of = {name: " + ".join(f"{one:.1f}" for one in took) for name, took in seconds.items()}
+    text = "%d right; upgraded within %.1f s, drained, ended and started within %s s; %s"
     logger.warning(text, clients.num_right, in_all, told_of, results)
     assert clients.problems == []
     assert clients.num_right > 0

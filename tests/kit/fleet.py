@@ -179,14 +179,14 @@ class AdminPort:
         answer.raise_for_status()
 
 
-def drain(server: Server, file: Path) -> str:
+def drain(server: Server, file: Path, seconds: float = BOUND_SECONDS) -> str:
     """What `vllm-commext drain` prints until the engine has nothing left to do."""
     command = [sys.executable, "-m", "vllm_commext", "drain", "--quiet", "1"]
     done = subprocess.run(
-        [*command, "--file", str(file), "--url", server.url],
+        [*command, "--file", str(file), "--url", server.url, "--wait", f"{seconds:g}"],
         capture_output=True,
         text=True,
-        timeout=BOUND_SECONDS + 60,
+        timeout=seconds + 60,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
