@@ -17,18 +17,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from packaging.version import Version
 
 from tests.chaos.judge import is_right
 from tests.cpu.event_streams import COMPLETIONS, body_of, told
 from tests.cpu.test_moves import NUM_BODIES, Clients, said, wait_for_streams
 from tests.cpu.test_resume import by_result
 from tests.kit import ROOT, cluster, fleet
+from tests.kit.installed import VLLM
 from tests.kit.metrics import scrape
-from tests.kit.parity import complete
+from tests.kit.parity import complete, tls
 from tests.kit.prompts import prompt_set
 from tests.kit.servers import VllmServer
 from vllm_commext.proxy.resume import Resume
@@ -112,8 +116,8 @@ class Engines:
             args=args,
             environ=environ,
         )
-        if build != HERE:  # the package is the one that PYTHONPATH names, not what lies here
-            server.command[:1] = [build.python, "-P"]
+        # Where the package is not the one that lies here, PYTHONPATH alone names it.
+        server.command[:1] = [build.python, *([] if build.path == str(ROOT) else ["-P"])]
         self.stack.callback(server.stop)
         server.start()
         self.servers[name], self.builds[name] = server, build
@@ -143,6 +147,11 @@ class Engines:
 def engines(tmp_path: Path) -> Iterator[Engines]:
     with ExitStack() as stack:
         yield Engines(tmp_path, stack)
+
+
+def vllm_of(server: VllmServer) -> Version:
+    """The version that a server tells: a forked one could be of another interpreter."""
+    return Version(httpx.get(f"{server.url}/version", timeout=60, verify=tls()).json()["version"])
 
 
 def roll(
@@ -186,6 +195,7 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
         engines.start(name, build, model)
     for server in engines.servers.values():
         server.wait_ready()
+    assert (vllm_of(engines.servers["d0"]) != VLLM) == (build is OTHER)
     prompts = prompt_set(NUM_PROMPTS, seed=3, block_size=cluster.BLOCK_SIZE)
     asked = engines.servers["d0"].url
     known = [complete(asked, cluster.MODEL_NAME, prompt) for prompt in prompts]
@@ -238,17 +248,22 @@ LONG_SECONDS = max(fleet.BOUND_SECONDS, NUM_LONG / 8)
 def long_answers(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequence[tuple[Mapping[str, Any], Any]]:
-    """What to ask for, and what an engine of the other vLLM says that nobody else asks."""
+    """What to ask for, and what one engine says alone, by turns of the other vLLM and of this."""
     options = {"max_tokens": NUM_LONG, "ignore_eos": True, "return_token_ids": True}
     bodies = [body_of(COMPLETIONS, options) for _ in range(NUM_BODIES)]
     with ExitStack() as stack, ThreadPoolExecutor(NUM_BODIES) as pool:
         engines = Engines(tmp_path_factory.mktemp("long"), stack, LONG_ARGS)
-        server = engines.start("d0", OTHER, model)
-        server.wait_ready()
+        alone = [engines.start("d0", OTHER, model), engines.start("d1", HERE, model)]
+        for server in alone:
+            server.wait_ready()
+        assert len({vllm_of(server) for server in alone}) == 2
         began = time.monotonic()
-        found = list(pool.map(lambda body: said(told(server, COMPLETIONS, body)), bodies))
-    logger.info("%d answers at once took %.1f s", NUM_BODIES, time.monotonic() - began)
-    return list(zip(bodies, found, strict=True))
+        found = pool.map(
+            lambda server, body: said(told(server, COMPLETIONS, body)), cycle(alone), bodies
+        )
+        known = list(zip(bodies, found, strict=True))
+    logger.info("%d answers at two engines took %.1f s", NUM_BODIES, time.monotonic() - began)
+    return known
 
 
 @pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other")

@@ -18,7 +18,7 @@ from tests.kit import ROOT, fork_server, servers
 
 FOLDER = "COMMEXT_TEST_FORK_SERVERS"
 OWNER = "COMMEXT_TEST_OWNER"
-VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+VLLM = ["-m", "vllm.entrypoints.cli.main"]
 # What every process of a server imports before it is ready.
 SERVER_MODULES = (
     "vllm.entrypoints.openai.api_server",
@@ -85,10 +85,11 @@ def launch(
     command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]
 ) -> servers.Supervisor:
     """Fork ``vllm`` where the fork server can be what the command would start; else start it."""
-    if list(command[:3]) != VLLM or not UNFORKED.isdisjoint(command):
+    if list(command[1:3]) != VLLM or not UNFORKED.isdisjoint(command):
         return servers.start_program(command, environ, log)
-    program = {"module": VLLM[2], "arguments": list(command[3:])}
-    return start(program, environ, SERVER_MODULES, (log.fileno(), log.fileno()))
+    program = {"module": VLLM[1], "arguments": list(command[3:])}
+    outputs = (log.fileno(), log.fileno())
+    return start(program, environ, SERVER_MODULES, outputs, python=command[0])
 
 
 def start(
@@ -97,13 +98,14 @@ def start(
     modules: Sequence[str],
     outputs: tuple[int, int],
     late: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Forked:
     """Fork a program with these descriptors as standard output and error.
 
     The variables in ``late`` are the program's only; those in ``environ`` were also there when the
-    modules were imported.
+    modules were imported, by the interpreter ``python``.
     """
-    path = _fork_server(modules, environ)  # may fail, so nothing is open before it
+    path = _fork_server(python, modules, environ)  # may fail, so nothing is open before it
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.connect(str(path))
     reader, writer = os.pipe()
@@ -118,8 +120,9 @@ def start(
     return Forked(channel, os.fdopen(writer, "wb"))
 
 
-def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
-    """The socket of the one with these modules and variables, which is started first if need be."""
+def _fork_server(python: str, modules: Sequence[str], environ: Mapping[str, str]) -> Path:
+    """The socket of the one of this interpreter with these modules and variables, which is started
+    first if need be."""
     early = {
         key: value
         for key, value in environ.items()
@@ -128,17 +131,17 @@ def _fork_server(modules: Sequence[str], environ: Mapping[str, str]) -> Path:
     if environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch compiles nothing, whatever vLLM is told
         early["TORCH_COMPILE_DISABLE"] = "1"
     folder = Path(os.environ[FOLDER])
-    key = json.dumps([list(modules), sorted(early.items())])
+    key = json.dumps([python, list(modules), sorted(early.items())])
     path = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            _begin(path, modules, early)
+            _begin(path, python, modules, early)
     return path
 
 
-def _begin(path: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
-    command = [sys.executable, "-m", "tests.kit.fork_server", str(path), os.environ[OWNER]]
+def _begin(path: Path, python: str, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+    command = [python, "-m", "tests.kit.fork_server", str(path), os.environ[OWNER]]
     with path.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             [*command, *modules],
