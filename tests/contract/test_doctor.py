@@ -3,13 +3,42 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.contract.vllm_process import run_at_once
+from vllm_commext.cli.report import Check, Level, decode, exit_status
 from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.parts import PARTS
 
 
+def check_that_all_is_found(checks: Sequence[Check]) -> None:
+    found = {(check.section, check.name): check for check in checks}
+    for part in PARTS:
+        assert found["parts", part.name].value.startswith("tested: vLLM ")
+    for api in API_CHECKS:
+        assert found["apis", api.name].level in (Level.OK, Level.INFO)
+    assert found["capabilities", "nixl"].value == "active"
+    assert "UCX" in found["nixl", "plug-ins that load"].value
+    assert Level.ERROR not in {check.level for check in checks}
+
+
+def test_the_probes_cover_vllm_its_apis_and_nixl(tmp_path: Path) -> None:
+    """Those that need libraries, where these have been imported; `test_doctor.py` of the unit tests
+    has the others, and the command."""
+    files = [tmp_path / name for name in ("vllm", "nixl")]
+    programs = [
+        {"module": "vllm_commext.cli.probes", "arguments": [file.name, str(file)]} for file in files
+    ]
+    for done in run_at_once(programs, {}):
+        assert done.returncode == 0, done.stderr
+    check_that_all_is_found([check for file in files for check in decode(file.read_bytes())])
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_report_covers_vllm_its_apis_and_nixl() -> None:
     done = subprocess.run(
@@ -20,12 +49,6 @@ def test_the_report_covers_vllm_its_apis_and_nixl() -> None:
         check=False,
     )
     report = json.loads(done.stdout)
-    assert done.returncode == report["status"]
-    found = {(check["section"], check["name"]): check for check in report["checks"]}
-    for part in PARTS:
-        assert found["parts", part.name]["value"].startswith("tested: vLLM ")
-    for api in API_CHECKS:
-        assert found["apis", api.name]["level"] in ("ok", "info")
-    assert found["capabilities", "nixl"]["value"] == "active"
-    assert "UCX" in found["nixl", "plug-ins that load"]["value"]
-    assert "error" not in {check["level"] for check in report["checks"]}
+    checks = msgspec.convert(report["checks"], list[Check])
+    assert done.returncode == report["status"] == exit_status(checks)
+    check_that_all_is_found(checks)
