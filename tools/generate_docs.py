@@ -113,13 +113,18 @@ SUPPORT_ROWS = (
         *("n-gram, draft model, EAGLE-3, MTP (1 module)", "draft model on GPUs"),
         "with Mamba or hybrid models",
     ),
-    ("weights", "random", "random, SmolLM2-135M-Instruct", "pretrained on GPUs", ""),
+    (
+        *("weights", "random; SmolLM2-135M-Instruct (bfloat16)"),
+        *("random; SmolLM2-135M-Instruct", "other pretrained ones", ""),
+    ),
     (
         *("formats", "bfloat16; FP8 and MXFP4 weights, FP8 KV, at TP 1; float16 (all-reduce)"),
         *("float32, bfloat16, FP8 KV", "", "NVFP4 KV between different TP sizes"),
     ),
     (
-        *("parallelism", "connector TP 1, 2 (unequal: bfloat16); all-reduce and QK norm TP 2, 4"),
+        "parallelism",
+        "connector TP 1, 2 (unequal: bfloat16), DP 2 with expert parallelism (Mixtral); all-reduce "
+        "and QK norm TP 2, on H200 also TP 4",
         "TP 1, 2, also unequal; DP 2, PP 2",
         *("connector above TP 2; PP on GPUs", "context parallelism"),
     ),
