@@ -79,7 +79,7 @@ COVERAGE: tuple[tuple[str, str], ...] = (
         "tests/unit/test_build.py::test_with_a_compiler_it_is_built_for_the_limited_api",
     ),
     (r"openssl rand ", f"{NOT_RUN}openssl's own; tests/unit/nixl/test_seal.py reads such a file"),
-    (r"sudo iptables ", f"{NOT_RUN}changes this host's firewall"),
+    (r"sudo ip6?tables ", f"{NOT_RUN}changes this host's firewall"),
     (r"export ", f"{NOT_RUN}the shell's own"),
     (r"python -m pytest tests/gpu", GPUS),
     (r"pytest tests/unit/shm/test_defects.py", "tests/unit/shm/test_defects.py"),
