@@ -10,6 +10,7 @@ from typing import Any
 from vllm_commext.errors import ConfigError
 
 NEVER, AUTO = "never", "auto"
+OFF, LOSSLESS = "off", "lossless"
 DEFAULT_MAPPED_READS = AUTO
 """What holds where nothing is set."""
 
@@ -71,6 +72,9 @@ class ConnectorConfig:
         gather_slots: slots of staging memory, of packed pieces and of read ones each.
         gather_slot_bytes: size of a slot, a multiple of 1 MiB.
         gather_min_pieces: a read of fewer pieces is left to NIXL: to ask takes longer.
+        wire_compression: ``LOSSLESS``: what is gathered of bfloat16 caches is compressed on its
+            way, and all but short reads are gathered, on both sides; or ``OFF``. See
+            ``gathered.exponents``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.
     """
@@ -97,6 +101,7 @@ class ConnectorConfig:
     gather_slots: int = 4
     gather_slot_bytes: int = 64 << 20
     gather_min_pieces: int = 1024
+    wire_compression: str = OFF
     transport_probe: bool = True
     first_token_from_prefill: bool = True
     stream_chunks: bool = True
@@ -110,6 +115,7 @@ _FIELDS = dataclasses.fields(ConnectorConfig)
 KNOWN_KEYS = tuple(sorted(one.name for one in _FIELDS))
 _SECONDS = tuple(one.name for one in _FIELDS if one.type is float)
 _TOGGLES = tuple(one.name for one in _FIELDS if one.type is bool)
+_CHOICES = {"mapped_reads": (AUTO, NEVER), "wire_compression": (OFF, LOSSLESS)}
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
 
 
@@ -128,7 +134,13 @@ def parse_config(
             f"CommextNixlConnector knows {list(KNOWN_KEYS)}"
         )
     values = {"side_channel_host": default_host, "side_channel_port": default_port, **extra}
-    return ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
+    config = ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
+    if config.wire_compression != OFF and not config.gathered_reads:
+        raise ConfigError(
+            'kv_connector_extra_config["wire_compression"] compresses what is gathered: set '
+            '"gathered_reads": true, too'
+        )
+    return config
 
 
 def _checked(key: str, value: Any) -> Any:
@@ -149,8 +161,9 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
     if key in _TOGGLES:
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
-    if key == "mapped_reads":
-        return _expect(key, value, value in (NEVER, AUTO), f'"{AUTO}" or "{NEVER}"', str)
+    if key in _CHOICES:
+        one, other = _CHOICES[key]
+        return _expect(key, value, value in (one, other), f'"{one}" or "{other}"', str)
     if key == "peers":
         good = isinstance(value, (list, tuple)) and all(parse_address(one) for one in value)
         expected = 'a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]'

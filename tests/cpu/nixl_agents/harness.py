@@ -126,6 +126,7 @@ class Engine:
         num_heads: int = NUM_HEADS,
         block_bytes: int = 0,
         stride_bytes: int = 0,
+        dtype: str = "uint8",
         facts: dict[str, str] | None = None,
         layer_names: Sequence[str] = (),
         serve: bool = False,
@@ -145,7 +146,7 @@ class Engine:
         stride_bytes = stride_bytes or block_bytes + GAP_BYTES
         self.memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
-        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes)
+        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes, dtype)
         own = _layout(self.memory, names, rank, geometry)
         self.layout = own if layout is None else layout(self.memory)
         self.config = _config(self.port, settings)
@@ -276,7 +277,7 @@ def _config(port: int, settings: dict[str, Any]) -> ConnectorConfig:
 
 
 def _geometry(
-    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int
+    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int, dtype: str
 ) -> AttentionGeometry:
     token_bytes = head_bytes // BLOCK_SIZE
     return AttentionGeometry(
@@ -291,7 +292,7 @@ def _geometry(
         token_stride=token_bytes,
         token_bytes=token_bytes,
         content=TOKENS,
-        dtype="uint8",
+        dtype=dtype,
     )
 
 

@@ -58,9 +58,11 @@ def everything(monkeypatch: Patch) -> None:
 class Pair:
     """A prefill worker that packs, and a decode worker that has it pack."""
 
-    def __init__(self, make_engine: MakeEngine, **settings: Any) -> None:
-        self.prefill = make_engine("p", seed=1, serve=True, **SLOTS)
-        self.decode = make_engine("d", seed=2, **{**SLOTS, **settings})
+    def __init__(
+        self, make_engine: MakeEngine, prefill: dict[str, Any] | None = None, **decode: Any
+    ) -> None:
+        self.prefill = make_engine("p", seed=1, serve=True, **{**SLOTS, **(prefill or {})})
+        self.decode = make_engine("d", seed=2, **{**SLOTS, **decode})
         self.slots = FenceSlots(bytes(KEY_BYTES), 8)
         self.prefill.tables.fences.arm(bytes(KEY_BYTES))
 
@@ -383,6 +385,7 @@ class Stranger:
             "fence_slot": self.remote.fence_slot,
             "nonce": self.remote.fence_nonce,
             "row": -1,
+            "compressed": False,
             "first": 0,
             "parts": [np.array(one, dtype="<i4").tobytes() for one in numbers],
         }

@@ -48,6 +48,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("mapped_reads", value, value) for value in ("auto", "never")),
+    ("wire_compression", "off", "off"),
     *(("gather_slots", value, value) for value in (2, 16)),
     ("gather_min_pieces", 1, 1),
     *(("gather_slot_bytes", value, value) for value in (1 << 20, 3 << 20, 1 << 30)),
@@ -80,6 +81,7 @@ BAD: list[tuple[str, Any]] = [
         for value in (0, -1, (1 << 20) + 1, 65536, (1 << 30) + (1 << 20), 1e6, "1", True, None)
     ),
     *(("mapped_reads", value) for value in ("always", "", True, False, 1, None, ["auto"])),
+    *(("wire_compression", value) for value in ("auto", "", True, False, 1, None, ["lossless"])),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),
@@ -93,6 +95,13 @@ BAD: list[tuple[str, Any]] = [
 
 def parse(**extra: Any) -> ConnectorConfig:
     return parse_config(extra, default_host="here", default_port=5600)
+
+
+def test_only_what_is_gathered_can_be_compressed() -> None:
+    settings = {"wire_compression": "lossless", "gathered_reads": True}
+    assert parse(**settings).wire_compression == "lossless"
+    with pytest.raises(ConfigError, match='set "gathered_reads": true, too'):
+        parse(wire_compression="lossless")
 
 
 def test_nothing_given_takes_the_defaults() -> None:

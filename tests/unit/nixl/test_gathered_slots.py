@@ -1,5 +1,6 @@
 """Parts of gathered reads against brute force: piece by piece, and block by block."""
 
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.gathered.exponents import MAX_LEVEL
 from vllm_commext.nixl.gathered.slots import (
     ALIGNMENT,
     MAX_TICKET,
     Descriptors,
     begins_of,
     cut,
+    split_level,
     word_of,
 )
 from vllm_commext.nixl.geometry.lanes import Grid
@@ -38,7 +41,7 @@ def test_parts_are_as_long_as_they_can_be(lengths: list[int], max_pieces: int) -
             room = SLOT_BYTES
         expected[-1].append(number)
         room -= size
-    found = cut(begins_of(array(lengths)), SLOT_BYTES, max_pieces)
+    found = cut(begins_of(array(lengths)), repeat(SLOT_BYTES), max_pieces)
     assert [list(range(part.start, part.stop)) for part in found] == expected
 
 
@@ -58,6 +61,12 @@ def test_words_differ_and_none_is_that_of_nothing() -> None:
     assert len(set(words)) == len(words)
     assert min(words) > 0
     assert max(words) < 1 << 64
+
+
+@given(st.integers(1, MAX_TICKET - 1), st.integers(0, 1023), st.integers(0, MAX_LEVEL))
+def test_a_level_leaves_the_rest_of_a_word_alone(ticket: int, part: int, level: int) -> None:
+    assert split_level(word_of(ticket, part, level)) == (word_of(ticket, part), level)
+    assert 0 < word_of(ticket, part, level) < 1 << 64
 
 
 GRIDS = st.builds(

@@ -308,6 +308,8 @@ class Links:
         """What reads what a worker has packed, where both sides have that."""
         gathering, peer = self._local.gathering, PackingPeer.of(name, described, tables)
         if gathering is None or peer is None:
+            if gathering is not None and gathering.scratch is not None:
+                logger.warning("wire_compression: %s does not gather, nothing is compressed", name)
             return None
         try:
             reader = GatheredReader(self._agent, gathering, plan, peer, pieces)

@@ -111,6 +111,7 @@ class Read:
         mark: ``link.num_bytes_done`` at that time.
         num_merged: descriptors after merging, known at the blocks' end.
         num_gathered: bytes that the peer has packed, likewise.
+        num_saved: bytes that it has left out, likewise.
         proof: what is read after the blocks, None for blocks without any.
         cells: where it is read into, None before that.
         is_late: it has not moved on for too long.
@@ -130,6 +131,7 @@ class Read:
     proof: Proof | None
     num_merged: int = 0
     num_gathered: int = 0
+    num_saved: int = 0
     cells: list[int] | None = None
     is_late: bool = False
     is_hidden: bool = False
@@ -268,6 +270,7 @@ class ReadSet:
             hidden_bytes=read.num_bytes * read.is_hidden,
             mapped_bytes=read.num_bytes * read.reader.is_mapped,
             gathered_bytes=read.num_gathered,
+            saved_bytes=read.num_saved,
             descriptors=read.num_descriptors,
             merged_descriptors=read.num_merged,
         )
@@ -313,6 +316,7 @@ class ReadSet:
             if read.cells is None:
                 read.num_merged, name = read.posting.num_merged, read.reader.name
                 read.num_gathered = read.posting.num_gathered
+                read.num_saved = read.posting.num_saved
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl.gathered.compression import Stepwise, compress
 from vllm_commext.nixl.gathered.slots import Descriptors, begins_of, digest_of, word_of
 from vllm_commext.nixl.gathered.staging import Gathering, Place
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from vllm_commext.nixl.decode.links import LocalWorker
 
 MAX_TICKETS = 64
+MAX_WAITING = 4 * MAX_PARTS
 MAX_PLANS = 64
 """Of readers that are known at a time; the one that was needed least recently makes room."""
 WAIT_SECONDS, SOON_WAIT_SECONDS, SOON_SECONDS = 1e-3, 2e-4, 0.1
@@ -71,7 +73,7 @@ class _Slot:
 
     ticket: int = 0
     part: int = 0
-    posting: Posting | None = None
+    posting: Posting | Stepwise | None = None
 
     @property
     def is_free(self) -> bool:
@@ -160,9 +162,9 @@ class Packer:
         num_parts = sum(len(one.waiting) for one in self._tickets.values()) + len(ask.parts)
         num_tickets = len(self._tickets) + (ask.ticket not in self._tickets)
         last = ask.first + len(ask.parts)
-        if num_parts > MAX_PARTS or num_tickets > MAX_TICKETS or last > MAX_PARTS:
+        if num_parts > MAX_WAITING or num_tickets > MAX_TICKETS or last > MAX_PARTS:
             raise ProtocolError(
-                f"expected at most {MAX_PARTS} parts of {MAX_TICKETS} reads, got {num_parts} of "
+                f"expected at most {MAX_WAITING} parts of {MAX_TICKETS} reads, got {num_parts} of "
                 f"{num_tickets}"
             )
         known = self._tickets.setdefault(ask.ticket, _Ticket(ask))
@@ -200,12 +202,13 @@ class Packer:
         """Say that a slot is packed as soon as it is."""
         if slot.posting is None or (error := slot.posting.look()) is None:
             return
+        level = slot.posting.level if isinstance(slot.posting, Stepwise) else 0
         slot.posting = None
         if error and slot.ticket:
             self._refuse(slot.ticket, ProtocolError(f"packing failed: {error}"))
         elif slot.ticket in self._tickets:
             self._tickets[slot.ticket].moved = time.monotonic()
-            self._gathering.words[0, number] = word_of(slot.ticket, slot.part)
+            self._gathering.words[0, number] = word_of(slot.ticket, slot.part, level)
 
     def _pack_for(self, name: int, ticket: _Ticket, held: Callable[[str], Hold | None]) -> None:
         """Pack what there are slots for; what is packed meanwhile is said at once."""
@@ -219,7 +222,7 @@ class Packer:
             self._plans.move_to_end(ticket.ask.plan)
             part, content = ticket.waiting.popleft()
             slot = self._slots[number]
-            slot.posting = self._pack(number, plan, content, allowed)
+            slot.posting = self._pack(number, plan, content, allowed, ticket.ask.compressed)
             slot.ticket, slot.part, ticket.moved = name, part, time.monotonic()
             self._look_at_slots()
             if name not in self._tickets:
@@ -249,7 +252,9 @@ class Packer:
                 ticket.allowed[np.asarray(block_ids, dtype=np.int64)] = True
         return ticket.allowed
 
-    def _pack(self, number: int, plan: Descriptors, content: bytes, allowed: Mask) -> Posting:
+    def _pack(
+        self, number: int, plan: Descriptors, content: bytes, allowed: Mask, compressed: bool
+    ) -> Posting | Stepwise:
         """Begin to pack a part.
 
         Raises:
@@ -265,7 +270,11 @@ class Packer:
             raise ProtocolError(
                 f"expected at most {self._place.slot_bytes} bytes in a part, got {begins[-1]}"
             )
-        return self._gathering.copy(sources, self._place.slot(number) + begins[:-1], lengths)
+        gathering = self._gathering
+        if compressed and gathering.scratch is not None:
+            slot = gathering.slot(self._place, number)
+            return Stepwise(compress(gathering, sources, begins, lengths, slot))
+        return gathering.copy(sources, self._place.slot(number) + begins[:-1], lengths)
 
     def _free(self, name: int, parts: set[int] | None) -> None:
         """A ticket's parts have been read, or with None it is to be forgotten."""

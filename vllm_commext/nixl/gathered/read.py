@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_commext.nixl.gathered.compression import Stepwise, decompress
+from vllm_commext.nixl.gathered.exponents import max_level, num_blocks, packed_bytes
 from vllm_commext.nixl.gathered.reader import GatheredReader, Words
 from vllm_commext.nixl.gathered.slots import (
     MAX_TICKET,
     PART_BITS,
     begins_of,
     cut,
+    split_level,
     word_of,
 )
 from vllm_commext.nixl.geometry.plan import Pairs
@@ -29,8 +32,14 @@ from vllm_commext.nixl.mapped.gather import MAX_PIECES
 from vllm_commext.nixl.transport.posting import Posting, UnderWay
 from vllm_commext.nixl.wire import messages as wire
 
-PATIENCE_SECONDS = 0.1
-"""Without any part that moves on, the rest is read in pieces."""
+PATIENCE_SECONDS, LONG_PATIENCE_SECONDS = 0.1, 2.0
+"""Without any part that moves on, the rest is read in pieces; parts that are to be compressed take
+longer, and so do the pieces."""
+MAX_READING = 2
+"""Compressed parts that are read at a time: of more, all would arrive late, and then have to be
+unpacked one by one."""
+SAY_SECONDS = 0.25
+"""A peer hears of a read that goes on as often, however long a slot takes."""
 MAX_ASK_BYTES = 48 << 10
 """Of numbers of descriptors in one message."""
 _log = RateLimitedLog()
@@ -66,7 +75,8 @@ class _Part:
     Attributes:
         word: what stands for it.
         pieces: which of the read's.
-        num_bytes: in its slot.
+        num_bytes: of its pieces in a slot.
+        level: how they are compressed there, 0 where they are not.
         theirs: the peer's slot that it is in, -1 before that is known.
         own: this worker's slot, -1 while it has none.
         posting: the read of the slot, or its unpacking.
@@ -76,9 +86,17 @@ class _Part:
     pieces: slice
     num_bytes: int
     phase: _Phase = _Phase.WAITING
+    level: int = 0
     theirs: int = -1
     own: int = -1
-    posting: Posting | None = None
+    posting: Posting | Stepwise | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """That are read of the slot."""
+        if not self.level:
+            return self.num_bytes
+        return packed_bytes(num_blocks(self.num_bytes), self.level)
 
 
 class GatheredRead:
@@ -89,19 +107,20 @@ class GatheredRead:
         self._pairs = pairs
         self._lengths = reader.local.lengths_of(pairs.local)
         self._begins = begins_of(self._lengths)
+        sizes, self._compresses = reader.part_sizes(pairs), reader.compresses(pairs)
         self._ticket = secrets.randbelow(MAX_TICKET - 1) + 1
         self._parts = [
             _Part(word_of(self._ticket, number), pieces, self._size(pieces))
-            for number, pieces in enumerate(cut(self._begins, reader.part_bytes, MAX_PIECES))
+            for number, pieces in enumerate(cut(self._begins, sizes, MAX_PIECES))
         ]
         self._words: Words | None = None
         self._proving: list[_Part] = []
         self._failure = ""
         self._rest: UnderWay | None = None
-        self.num_merged = self.num_gathered = 0
+        self.num_merged = self.num_gathered = self.num_saved = 0
         for message in self._asks(claim):
             reader.tell(message)
-        self._moved = time.monotonic()
+        self._moved = self._said = time.monotonic()
 
     def _size(self, pieces: slice) -> int:
         return int(self._begins[pieces.stop] - self._begins[pieces.start])
@@ -116,6 +135,7 @@ class GatheredRead:
             yield wire.GatherAsk(
                 ticket=self._ticket,
                 plan=self._reader.plan_digest,
+                compressed=self._compresses,
                 first=first,
                 parts=contents[first:stop],
                 **claim._asdict(),
@@ -147,6 +167,8 @@ class GatheredRead:
             if part.posting is not None:
                 self._look_at(part, part.posting)
         self._look_at_words()
+        if time.monotonic() - self._said >= SAY_SECONDS and not self._failure:
+            self._say([], ends=False)
         for step in (self._read_slots, self._unpack):  # as the peer, and the way here, are idle
             if not self._failure:
                 step()
@@ -156,7 +178,7 @@ class GatheredRead:
     def _open(self) -> list[_Part]:
         return [part for part in self._parts if part.phase is not _Phase.HERE]
 
-    def _look_at(self, part: _Part, posting: Posting) -> None:
+    def _look_at(self, part: _Part, posting: Posting | Stepwise) -> None:
         """Go on with a part whose slot is read, or which is unpacked."""
         error = posting.look()
         if error is None:
@@ -166,6 +188,7 @@ class GatheredRead:
             self._fail(error)
         elif part.phase is _Phase.UNPACKING:
             self.num_gathered += int(self._lengths[part.pieces].sum())
+            self.num_saved += part.num_bytes - part.wire_bytes
             self._move(part, _Phase.HERE)
         else:
             self.num_merged += posting.num_merged
@@ -219,12 +242,15 @@ class GatheredRead:
     def _judge(self, words: list[int], begun: float) -> None:
         """What a look has found: parts that have been packed, and parts that were read and are
         still there."""
-        slots = {word: number for number, word in enumerate(words)}
+        slots = {word: (slot, level) for slot, (word, level) in enumerate(map(split_level, words))}
         for part in self._parts:
             if part.phase is _Phase.WAITING and part.word in slots:
-                part.theirs = slots[part.word]
+                part.theirs, part.level = slots[part.word]
+                if part.level > self._max_level(part):
+                    self._fail(f"a part of {part.num_bytes} bytes has level {part.level}")
+                    return
                 self._move(part, _Phase.PACKED)
-        if any(slots.get(part.word, -1) != part.theirs for part in self._proving):
+        if any(slots.get(part.word) != (part.theirs, part.level) for part in self._proving):
             self._fail("a slot was used again before it was read")
             return
         for part in self._proving:
@@ -232,8 +258,13 @@ class GatheredRead:
         if self._proving:
             taken = [part.word & (1 << PART_BITS) - 1 for part in self._proving]
             self._say(taken, ends=all(part.phase >= _Phase.PROVEN for part in self._parts))
-        elif begun - self._moved >= PATIENCE_SECONDS and self._waits_in_vain():
+            return
+        patience = LONG_PATIENCE_SECONDS if self._compresses else PATIENCE_SECONDS
+        if begun - self._moved >= patience and self._waits_in_vain():
             self._fail("nothing came")
+
+    def _max_level(self, part: _Part) -> int:
+        return max_level(num_blocks(part.num_bytes)) if self._compresses else 0
 
     def _waits_in_vain(self) -> bool:
         """Whether nothing is under way but what the peer is to pack.  What this thread did else for
@@ -242,22 +273,29 @@ class GatheredRead:
         return all(part.phase in (_Phase.WAITING, _Phase.HERE) for part in self._parts)
 
     def _say(self, taken: list[int], *, ends: bool) -> None:
+        self._said = time.monotonic()
         try:
             self._reader.tell(wire.GatherTaken(ticket=self._ticket, parts=taken, ends=ends))
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer forgets in time
             self._fail(str(error))
+
+    @property
+    def _num_reading(self) -> int:
+        return sum(part.phase is _Phase.READING for part in self._parts)
 
     def _read_slots(self) -> None:
         """Read the slots that have been packed, as far as there are slots here."""
         for part in self._parts:
             if part.phase is not _Phase.PACKED:
                 continue
+            if self._compresses and self._num_reading >= MAX_READING:
+                return
             own = self._reader.incoming.take()
             if own is None:
                 return
             part.own = own
             try:
-                read = self._reader.make_read(part.theirs, own, part.num_bytes)
+                read = self._reader.make_read(part.theirs, own, part.wire_bytes)
                 part.posting = Posting(self._reader.agent, [read])
             except Exception as error:  # noqa: BLE001 NIXL raises many types
                 self._give_back(part)
@@ -271,12 +309,17 @@ class GatheredRead:
         for part in self._parts:
             if part.phase is not _Phase.PROVEN:
                 continue
-            pieces = part.pieces
-            slot = reader.incoming.place.slot(part.own)
-            sources = self._begins[pieces] + (slot - self._begins[pieces.start])
-            targets, lengths = reader.local.at(self._pairs.local[pieces])
+            pieces, place = part.pieces, reader.incoming.place
+            begins = self._begins[pieces.start : pieces.stop + 1] - self._begins[pieces.start]
+            pieces_here = reader.local.at(self._pairs.local[pieces])
             try:
-                part.posting = reader.gathering.copy(sources, targets, lengths)
+                if part.level:
+                    slot, gathering = reader.gathering.slot(place, part.own), reader.gathering
+                    steps = decompress(gathering, slot, part.level, begins, *pieces_here)
+                    part.posting = Stepwise(steps)
+                else:
+                    sources = place.slot(part.own) + begins[:-1]
+                    part.posting = reader.gathering.copy(sources, *pieces_here)
             except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
                 self._fail(str(error))
                 return
@@ -314,7 +357,7 @@ class GatheredRead:
 class _Failed:
     """A read that could not be begun, see ``UnderWay``."""
 
-    num_merged = num_gathered = num_open = 0
+    num_merged = num_gathered = num_saved = num_open = 0
 
     def __init__(self, error: str) -> None:
         self._error = error

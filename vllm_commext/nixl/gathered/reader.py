@@ -3,8 +3,9 @@ read after all of them, as with any read."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ import msgspec
 
 from vllm_commext.nixl.gathered.slots import digest_of
 from vllm_commext.nixl.gathered.staging import Gathering, Place
+from vllm_commext.nixl.geometry.layout import AttentionGeometry, CacheLayout
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
+from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.mapped.gather import Places, num_runs
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader
@@ -22,6 +25,9 @@ from vllm_commext.nixl.wire.description import SLOTS, StagingOffer, WorkerDescri
 
 SMALL_BYTES = 128 << 10
 """Pieces as long as these NIXL moves as fast by itself, neighbours merged."""
+MIN_COMPRESSED_BYTES = 1 << 20
+"""Of a read: shorter ones are here before a part would be compressed."""
+COMPRESSED_PART_BYTES = 4 << 20
 AVOID_SECONDS = 10.0
 """A peer that packs nothing is not asked for as long."""
 
@@ -102,6 +108,11 @@ class Words:
         self._agent.release_read(self._handle)
 
 
+def _has_bfloat16(layout: CacheLayout) -> bool:
+    shapes = [one.geometry for one in layout.families]
+    return any(isinstance(one, AttentionGeometry) and one.dtype == "bfloat16" for one in shapes)
+
+
 class GatheredReader:
     """What reads from one prefill worker that packs.
 
@@ -131,6 +142,12 @@ class GatheredReader:
         self.part_bytes = min(self._place.slot_bytes, self.incoming.place.slot_bytes)
         longest = int(plan.remote_rows[:, 1].max(initial=0))
         self._is_useful = 0 < longest <= self.part_bytes
+        self._compresses = gathering.scratch is not None and _has_bfloat16(plan.local)
+        if self._compresses and not offer.compresses:
+            logger.warning(
+                "wire_compression is not on in %s: nothing is compressed", peer.engine_id
+            )
+            self._compresses = False
         self.prepared = agent.prepare(
             peer.agent_name, self._place.rows(peer.device_id), peer.memory_type
         )
@@ -141,10 +158,30 @@ class GatheredReader:
         """What looks at the peer's slots, None while others have all cells."""
         return Words.of(self.agent, self.peer.words)
 
+    def compresses(self, pairs: Pairs) -> bool:
+        """Whether the peer is to compress what these are."""
+        return self._compresses and pairs.num_bytes >= MIN_COMPRESSED_BYTES
+
+    def part_sizes(self, pairs: Pairs) -> Iterator[int]:
+        """Bytes of one part after the other: as long as slots.  Or where they are compressed, so
+        short that this is done while others are read, and the first and last ones shorter."""
+        size, left, done = self.part_bytes, pairs.num_bytes, 0
+        if not self.compresses(pairs):
+            yield from itertools.repeat(size)
+        wanted = min(max(left // 32, MIN_COMPRESSED_BYTES), COMPRESSED_PART_BYTES)
+        size = min(max(wanted, left // 256), size)
+        while True:
+            now = max(min(size, left // 4, done + size // 4), size // 4)
+            yield now
+            done, left = done + now, left - now
+
     def suits(self, pairs: Pairs) -> bool:
-        """Whether this is faster than NIXL alone: it would have to move many small pieces."""
+        """Whether this is faster than NIXL alone: it would have to move many small pieces, or bytes
+        that need not be moved."""
         if not self._is_useful or time.monotonic() < self._avoided_until:
             return False
+        if self.compresses(pairs):
+            return True
         count = num_runs(self.local, self._remote, pairs)
         return count >= self.gathering.min_pieces and pairs.num_bytes < SMALL_BYTES * count
 

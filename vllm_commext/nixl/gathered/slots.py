@@ -5,29 +5,38 @@ fits a slot; in a slot its pieces lie one behind the other, aligned for the kern
 Both sides follow from the same lengths.
 
 A slot has a word in a table of the peer's: the reader's ticket and the number of the part, or 0
-while anything else is in the slot or written to it.
+while anything else is in the slot or written to it; and between the two, how the part is compressed
+(``exponents``), 0 where it is not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.gathered.exponents import LEVEL_BITS, MAX_LEVEL
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array
 from vllm_commext.nixl.geometry.plan import Int64Array, Section
 from vllm_commext.nixl.mapped.gather import Places
 
 ALIGNMENT = 16
-PART_BITS = 16
-MAX_TICKET = 1 << (64 - PART_BITS)
+PART_BITS = 10
+TICKET_SHIFT = PART_BITS + LEVEL_BITS
+MAX_TICKET = 1 << (64 - TICKET_SHIFT)
 
 
-def word_of(ticket: int, part: int) -> int:
+def word_of(ticket: int, part: int, level: int = 0) -> int:
     """What stands for a part of a ticket's read; never 0, as no ticket is."""
-    return ticket << PART_BITS | part
+    return ticket << TICKET_SHIFT | level << PART_BITS | part
+
+
+def split_level(word: int) -> tuple[int, int]:
+    """The word of the part as it was, and its level."""
+    level = word >> PART_BITS & MAX_LEVEL
+    return word - (level << PART_BITS), level
 
 
 def begins_of(lengths: Int64Array) -> Int64Array:
@@ -38,14 +47,17 @@ def begins_of(lengths: Int64Array) -> Int64Array:
     return begins
 
 
-def cut(begins: Int64Array, slot_bytes: int, max_pieces: int) -> list[slice]:
-    """Parts of pieces that begin so, see ``begins_of``, none longer than a slot."""
+def cut(begins: Int64Array, sizes: Iterable[int], max_pieces: int) -> list[slice]:
+    """Parts of pieces that begin so, see ``begins_of``, one of each of these sizes: no longer than
+    that, save where a piece is."""
     count = len(begins) - 1
     parts: list[slice] = []
     first = 0
-    while first < count:
-        stop = int(np.searchsorted(begins, begins[first] + slot_bytes, side="right")) - 1
-        stop = min(stop, first + max_pieces)
+    for size in sizes:
+        if first == count:
+            break
+        stop = int(np.searchsorted(begins, begins[first] + size, side="right")) - 1
+        stop = max(min(stop, first + max_pieces), first + 1)
         parts.append(slice(first, stop))
         first = stop
     return parts

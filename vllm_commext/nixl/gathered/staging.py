@@ -3,15 +3,16 @@ and what copies pieces to and from them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_commext.nixl.config import MAX_SLOTS, ConnectorConfig
+from vllm_commext.nixl.config import MAX_SLOTS, OFF, ConnectorConfig
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, strided_row
 from vllm_commext.nixl.geometry.plan import Int64Array
 from vllm_commext.nixl.log import logger
@@ -21,9 +22,9 @@ from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import SLOTS, StagingOffer
 
-GRAIN_BYTES = 1 << 20
-"""In which NIXL's lists have a slot: neighbours are merged, so a part is read as one descriptor
-and little more than it has."""
+GRAIN_BYTES, FINE_BYTES = 1 << 20, 1 << 13
+"""In which NIXL's lists have a slot, once in each: neighbours are merged, so a part is read as one
+descriptor or two and little more than it has."""
 THREAD_BLOCKS = 32
 """Of a copy to or from a slot: 671 GB/s on an H100, 457 with the 16 of a copy between GPUs."""
 NUM_CELLS = 256
@@ -50,6 +51,10 @@ class HostCopies:
 
     def state(self, _: Batch) -> str:
         return DONE
+
+    def stream(self) -> contextlib.AbstractContextManager[None]:
+        """What torch does inside is done at its end."""
+        return contextlib.nullcontext()
 
     def num_merged(self, batch: Batch) -> int:
         return len(batch.places)
@@ -80,9 +85,20 @@ class CudaCopies(Gatherer):
         """Let the calling thread use it."""
         self._cuda.enter()
 
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """What torch does inside is behind the copies so far, and done at its end."""
+        stream = torch.cuda.ExternalStream(self._cuda.stream)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
     def close(self) -> None:
         """Give everything back; nothing may be under way."""
         self._cuda.close()
+
+
+_FINE_PER_GRAIN = GRAIN_BYTES // FINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,16 +118,41 @@ class Place:
         return self.address + number * self.slot_bytes
 
     def rows(self, device_id: int) -> UInt64Array:
-        """Descriptors of all of it, in grains."""
+        """Descriptors of all of it, in grains, then in fine ones."""
         count = self.num_slots * self.grains_per_slot
-        return strided_row(
-            address=self.address, num_bytes=GRAIN_BYTES, count=count, device_id=device_id
-        )
+        rows = [
+            strided_row(address=self.address, num_bytes=size, count=number, device_id=device_id)
+            for size, number in ((GRAIN_BYTES, count), (FINE_BYTES, count * _FINE_PER_GRAIN))
+        ]
+        return np.concatenate(rows)
 
     def grains(self, number: int, num_bytes: int) -> Int32Array:
         """Indices of the descriptors of a slot's first bytes."""
-        first = number * self.grains_per_slot
-        return np.arange(first, first + -(-num_bytes // GRAIN_BYTES), dtype=np.int32)
+        first, (whole, rest) = number * self.grains_per_slot, divmod(num_bytes, GRAIN_BYTES)
+        fine = self.num_slots * self.grains_per_slot + (first + whole) * _FINE_PER_GRAIN
+        numbers = (*range(first, first + whole), *range(fine, fine - -rest // FINE_BYTES))
+        return np.array(numbers, dtype=np.int32)
+
+
+class Scratch:
+    """A slot's worth of memory on the device."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._is_taken = False
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    def taken(self) -> Generator[bool]:
+        """Wait until nobody uses it."""
+        while self._is_taken:
+            yield True
+        self._is_taken = True
+
+    def give_back(self) -> None:
+        self._is_taken = False
 
 
 class Incoming:
@@ -147,6 +188,7 @@ class Gathering:
         min_pieces: of a read that is gathered.
         words: what is in them, see ``gathered.slots``.
         regions: this worker's cache, ``(address, num_bytes)`` of each allocation.
+        scratch: where parts are compressed from, None where none are.
 
     Args:
         device: the cache's.
@@ -164,6 +206,9 @@ class Gathering:
         self.offer: StagingOffer | None = None
         self.regions: Sequence[tuple[int, int]] = ()
         self.min_pieces = config.gather_min_pieces
+        self.scratch: Scratch | None = None
+        if config.wire_compression != OFF:
+            self.scratch = Scratch(config.gather_slot_bytes, device)
         self._config = config
         self._device = device
         self._memory: list[torch.Tensor] = []
@@ -181,7 +226,10 @@ class Gathering:
         agent.register([(place.address, num_bytes)], *self._kind)
         self.regions = ranges
         self.offer = StagingOffer(
-            address=place.address, slot_bytes=place.slot_bytes, num_slots=place.num_slots
+            address=place.address,
+            slot_bytes=place.slot_bytes,
+            num_slots=place.num_slots,
+            compresses=self.scratch is not None,
         )
 
     def enter(self) -> None:
@@ -203,6 +251,11 @@ class Gathering:
         places = np.empty((len(lengths), 2), dtype=np.int64)
         places[:, 0], places[:, 1] = sources, targets
         return Posting(self.copies, map(self.copies.make, batches_of(places, lengths)))
+
+    def slot(self, place: Place, number: int) -> torch.Tensor:
+        """The memory of a slot, ``[slot_bytes]`` uint8."""
+        memory = next(one for one in self._memory if one.data_ptr() == place.address)
+        return memory.view(place.num_slots, -1)[number]
 
     def close(self, agent: NixlAgent) -> None:
         """Give back what nothing uses any more."""

@@ -238,7 +238,7 @@ class CudaSlab(PinnedMemory):
 class CudaDevice:
     """A GPU of NVIDIA's: the current one of torch's.  Owned by one thread.
 
-    Launches are on a stream of their own, beside what the engine computes.
+    Attributes: ``stream``: of the launches, their own, beside what the engine computes.
 
     Args:
         num_blocks: of a launch at most.
@@ -256,7 +256,7 @@ class CudaDevice:
         self._runtime = ipc.cuda_runtime()
         flags = self._runtime.cudaStreamNonBlocking
         created = self._runtime.cudaStreamCreateWithFlags(flags)
-        self._stream = int(launch.check(created, "making a stream"))
+        self.stream = int(launch.check(created, "making a stream"))
         self._slabs: list[CudaSlab] = []
 
     def enter(self) -> None:
@@ -274,8 +274,8 @@ class CudaDevice:
     def launch(self, arguments: ctypes.Structure, slab: CudaSlab) -> None:
         """Begin with a copy behind those that were begun before; raises where it cannot."""
         num_blocks = min(self._num_blocks, -(-arguments.num_chunks // WARPS))
-        self._function.launch(arguments, num_blocks, self._stream)
-        recorded = self._runtime.cudaEventRecord(slab.event, self._stream)
+        self._function.launch(arguments, num_blocks, self.stream)
+        recorded = self._runtime.cudaEventRecord(slab.event, self.stream)
         launch.check(recorded, "recording an event")
 
     def is_done(self, slab: CudaSlab) -> bool:
@@ -301,7 +301,7 @@ class CudaDevice:
                 slab = self._slabs.pop()
                 launch.check(self._runtime.cudaEventDestroy(slab.event), "giving back an event")
                 slab.close()
-            launch.check(self._runtime.cudaStreamDestroy(self._stream), "giving back the stream")
+            launch.check(self._runtime.cudaStreamDestroy(self.stream), "giving back the stream")
 
 
 class Gather:

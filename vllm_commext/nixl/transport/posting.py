@@ -72,10 +72,12 @@ class UnderWay(Protocol):
     Attributes:
         num_merged: descriptors that NIXL has moved so far, after it merged neighbours.
         num_gathered: bytes so far that the peer had packed.
+        num_saved: bytes so far that were not moved, as the peer had compressed them.
     """
 
     num_merged: int
     num_gathered: int
+    num_saved: int
 
     @property
     def num_open(self) -> int:
@@ -144,7 +146,7 @@ class Posting:
         self._poster = poster
         self._handles: list[Any] = []
         self._error = ""
-        self.num_merged = self.num_gathered = 0
+        self.num_merged = self.num_gathered = self.num_saved = 0
         try:
             for handle in pieces:
                 self._post(handle)

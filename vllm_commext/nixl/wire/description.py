@@ -65,11 +65,13 @@ class StagingOffer(msgspec.Struct, frozen=True, kw_only=True):
         address: of the first slot.
         slot_bytes: of a slot.
         num_slots: one behind the other.
+        compresses: whether it does so with what it packs, for readers that ask for it.
     """
 
     address: Annotated[int, msgspec.Meta(gt=0, lt=MAX_ADDRESS)]
     slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOT_BYTES)]
     num_slots: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOTS)]
+    compresses: bool = False
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):

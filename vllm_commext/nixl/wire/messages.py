@@ -306,6 +306,7 @@ class GatherAsk(Frame, tag="gather_ask", frozen=True):
         fence_slot: slot of the request's fence.
         nonce: what stands there as long as they are.
         row: of a prompt that is read while it is computed, -1 for another one.
+        compressed: whether parts are to be compressed, see ``gathered.exponents``.
         first: number of the first of these parts.
         parts: of each, the numbers of its descriptors, 32 bits each.
     """
@@ -316,6 +317,7 @@ class GatherAsk(Frame, tag="gather_ask", frozen=True):
     fence_slot: int
     nonce: int
     row: int
+    compressed: bool
     first: _PartNumber
     parts: list[bytes]
 
