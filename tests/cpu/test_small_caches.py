@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit import cluster
 from tests.kit.metrics import scrape
-from tests.kit.parity import complete, stream
+from tests.kit.parity import Completion, complete, stream
 from tests.kit.prompts import Prompt, equal_prompts, prompt_set
 from tests.kit.servers import ProxyServer, VllmServer
 
@@ -25,7 +25,7 @@ STRANGERS = (100, 110, 120, 130, 140, 150)
 """Tokens of their answers. Two fit at a time and others wait, also while clients are slow, so that
 the cache is never so empty that a long prompt fits, whenever the engine is asked."""
 STRANGE_PROMPT = 400
-NUM_PROMPTS = 24
+NUM_PROMPTS = 15
 NUM_AT_ONCE = 12
 LIMITS = ("--ttft-ms", "60000", "--tpot-ms")
 USE = "vllm:kv_cache_usage_perc"
@@ -47,6 +47,12 @@ def engines(
     ]
     with cluster.all_ready(made):
         yield made
+
+
+@pytest.fixture(scope="module")
+def references(engines: list[VllmServer]) -> list[Completion]:
+    prompts = prompt_set(NUM_PROMPTS, seed=7, block_size=cluster.BLOCK_SIZE)
+    return [complete(engines[0].url, cluster.MODEL_NAME, prompt) for prompt in prompts]
 
 
 @contextmanager
@@ -113,11 +119,10 @@ def test_an_engine_that_strangers_have_filled_is_avoided(
 
 @pytest.mark.parametrize("tpot_ms", [60000, 20], ids=["loose", "tight"])
 def test_more_than_fits_waits_for_its_turn_and_is_answered_right(
-    engines: list[VllmServer], tmp_path: Path, tpot_ms: int
+    engines: list[VllmServer], references: list[Completion], tmp_path: Path, tpot_ms: int
 ) -> None:
     """Also where prompts wait at one engine for room at the other one."""
-    prompts = prompt_set(NUM_PROMPTS, seed=7, block_size=cluster.BLOCK_SIZE)
-    expected = [complete(engines[0].url, cluster.MODEL_NAME, prompt) for prompt in prompts]
+    prompts = [one.prompt for one in references]
     with (
         proxy_before(engines, tmp_path, tpot_ms) as proxy,
         ThreadPoolExecutor(NUM_AT_ONCE) as clients,
@@ -128,7 +133,7 @@ def test_more_than_fits_waits_for_its_turn_and_is_answered_right(
 
         answers = [*clients.map(ask, prompts), *clients.map(ask, prompts)]
         page = scrape(proxy.url)
-    assert answers == [one.token_ids for one in expected] * 2
+    assert answers == [one.token_ids for one in references] * 2
     assert page.total(PLACED, kind="local") + page.total(PLACED, kind="handed_over") > 0
     for engine in engines:
         complete(engine.url, cluster.MODEL_NAME, prompts[0])  # a step brings the gauge up to date
