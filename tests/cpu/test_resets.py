@@ -21,8 +21,10 @@ from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
 
 ATOL = 1e-4  # nats, at float32
 CHUNK_TOKENS = 128
-LEASE_SECONDS = 4.0
-PAUSE_SECONDS = 1.0
+LEASE_SECONDS = 10.0
+"""What is prefilled is read while this lasts, and an engine that was paused for half as long takes
+it for ended: on a busy machine new weights take seconds."""
+PAUSE_SECONDS = LEASE_SECONDS / 4
 NIXL = "vllm:commext_nixl_"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
 REUSED = f"{NIXL}reuse_blocks_total"
@@ -58,7 +60,8 @@ class Servers:
 
     def call(self, server: Server, name: str, body: Any = None, **params: Any) -> Any:
         """What one of vLLM's calls for developers answers."""
-        answer = httpx.post(f"{server.url}/{name}", params=params, json=body, timeout=120)
+        options: dict[str, Any] = {"timeout": 120, "trust_env": False, "verify": parity.tls()}
+        answer = httpx.post(f"{server.url}/{name}", params=params, json=body, **options)
         assert answer.status_code == 200, answer.text
         if name != "resume":
             self.reset_at = time.monotonic()
