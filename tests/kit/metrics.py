@@ -4,6 +4,7 @@ readings."""
 from __future__ import annotations
 
 import difflib
+import functools
 import time
 from dataclasses import dataclass
 from urllib.request import urlopen
@@ -59,14 +60,30 @@ class Metrics:
 
 
 def parse(page: str) -> Metrics:
-    """Read a page in Prometheus' text format."""
+    """Read a page in Prometheus' text format, of samples without times of their own.
+
+    Of what a sample is called much is the same on each page, and takes its parser 50 ms.
+    """
     samples: dict[Key, float] = {}
     families: set[str] = set()
-    for family in text_string_to_metric_families(page):
-        families.add(family.name)
-        for sample in family.samples:
-            samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    for line in page.split("\n"):
+        if line.startswith("# TYPE "):
+            name, kind = line.split(" ")[2:]
+            families.add(name.removesuffix("_total") if kind == "counter" else name)
+        elif line and not line.startswith("#"):
+            called, value = line.rsplit(" ", 1)
+            samples[_key(called)] = float(value)
     return Metrics(samples, frozenset(families))
+
+
+@functools.cache
+def _key(called: str) -> Key:
+    """The name and labels in front of a sample's value."""
+    (family,) = text_string_to_metric_families(f"{called} 0")
+    (sample,) = family.samples
+    if sample.timestamp is not None:
+        raise ConfigError(f"metrics: expected samples without times, got {called!r}")
+    return sample.name, frozenset(sample.labels.items())
 
 
 def scrape(url: str, timeout_seconds: float = 10.0) -> Metrics:
