@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import zmq
@@ -17,6 +18,7 @@ import zmq
 from tests.chaos.garbage import BODIES, HTTP, mutations, requests
 from tests.kit import ROOT
 from tests.kit.cluster import MODEL_NAME
+from tests.kit.parity import tls
 from tests.kit.servers import CPU_ENVIRON
 from vllm_commext.nixl.wire.connection import endpoint
 
@@ -48,7 +50,7 @@ def send_http_garbage(url: str, rng: random.Random) -> None:
     for body in BODIES:
         with contextlib.suppress(httpx.HTTPError):
             address = f"{url}/v1/completions"
-            httpx.post(address, content=body, headers=headers, timeout=SECONDS, trust_env=False)
+            httpx.post(address, content=body, headers=headers, timeout=SECONDS, **_options())
 
 
 def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> list[str]:
@@ -79,10 +81,14 @@ def abort_requests(url: str, prompts: Sequence[Sequence[int]], rng: random.Rando
         with (
             contextlib.suppress(httpx.HTTPError),
             httpx.stream(
-                "POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False
+                "POST", f"{url}/v1/completions", json=body, timeout=timeout, **_options()
             ) as response,
         ):
             next(response.iter_raw(), b"")
+
+
+def _options() -> dict[str, Any]:
+    return {"trust_env": False, "verify": tls()}
 
 
 def _send_raw(host: str, port: int, sent: bytes) -> None:

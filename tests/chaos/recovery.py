@@ -9,6 +9,7 @@ import httpx
 from tests.chaos.judge import RIGHT, Recovery
 from tests.chaos.load import Load, ask
 from tests.chaos.testbed import Testbed
+from tests.kit.parity import tls
 
 LOCAL_PREFILLS = "commext_proxy_local_prefills_total"
 GIVE_UP_SECONDS = 40.0
@@ -62,7 +63,7 @@ def wait_for_proxy(url: str, deadline: float) -> str:
     why = ""
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(f"{url}/health", timeout=2.0, trust_env=False)
+            response = httpx.get(f"{url}/health", timeout=2.0, trust_env=False, verify=tls())
             if response.status_code == 200:
                 return ""
             why = f"the proxy's health is HTTP {response.status_code}: {response.text[:200]}"
