@@ -247,12 +247,12 @@ def test_log_probabilities_are_one_servers(servers: Servers) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=pytest.mark.long)])
 def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_answer(
-    servers: Servers, model: Path, tmp_path: Path, policy: str
+    servers: Servers, tmp_path: Path, policy: str
 ) -> None:
     """Nothing of the prompt has been read by then."""
     file = tmp_path / "loads-begin"
     mortal = cluster.engine_server(
-        "mortal", model, tmp_path, cluster.kv_transfer_config("kv_producer")
+        "mortal", servers.model, tmp_path, cluster.kv_transfer_config("kv_producer")
     )
     config = cluster.kv_transfer_config(
         "kv_consumer",
@@ -261,7 +261,9 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
         policy=policy,
         extra={"transfer_timeout": 5},
     )
-    late = cluster.engine_server("late", model, tmp_path, config, environ={LOADS_BEGIN: str(file)})
+    late = cluster.engine_server(
+        "late", servers.model, tmp_path, config, environ={LOADS_BEGIN: str(file)}
+    )
     dice = random.Random(37)
     prompt = [dice.randrange(32, 127) for _ in range(3 * CHUNK_TOKENS)]
     body = body_of(COMPLETIONS, {"prompt": prompt, **CONTINUOUS, "return_token_ids": True})
