@@ -71,9 +71,9 @@ def test_what_the_prose_says_of_added_latency_is_what_was_measured() -> None:
         f"{picture.added(list(rows.values()), 'second token', 8000, engine)[0]:.0f}"
         for engine in picture.ENGINES
     )
-    prompt = "prompt of 8,000 tokens the second token comes"
-    said = f"{alike} ms after one server's, with `NixlConnector` {theirs}, both asked alike"
-    assert f"{prompt} {said}; behind our proxy {proxy} (8B shape" in PROSE
+    prompt = "After 8,000 tokens the second token comes this much later than from one server:"
+    said = f"`NixlConnector` {theirs} ms, ours {alike} (both: prefill, then decode), {proxy} behind"
+    assert f"{prompt} {said} our proxy, which asks both at once (8B shape" in PROSE
     assert f"second token, 8,000 tokens: {theirs}, {alike}, behind our proxy {proxy}]" in PROSE
     vllm = re.search(r"vLLM (\d+\.\d+)\.", about["versions"])
     assert vllm
