@@ -46,7 +46,8 @@ def test_contestants_share_engines_and_know_their_limits() -> None:
     assert made[1].proxy_options(URLS, 1) == [
         *("--prefill", URLS[0], "--decode", URLS[1], "--decode", URLS[2])
     ]
-    assert made[2].options[-4:] == ("--ttft-ms", "1000", "--tpot-ms", "10")
+    limits = ("--ttft-ms", "1000", "--tpot-ms", "10")
+    assert made[2].options[-6:] == (*limits, "--prompt-order", "arrival")
     assert (made[2].told, made[3].told) == (Limits(0.01, 1.0), Limits(0.025, 0.5))
 
 
