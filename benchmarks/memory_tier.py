@@ -204,18 +204,8 @@ def measured(
             asyncio.run(first_tokens(one, prompts[way.name], args.concurrency))
             for one in (way.prefill, way.decode)
         ]
-        rows.append(
-            {
-                "set": share,
-                "prompts": count,
-                "way": way.name,
-                "mean ms": statistics.mean(counted) * 1e3,
-                "median ms": statistics.median(counted) * 1e3,
-                "round means ms": [statistics.mean(one) * 1e3 for one in times[way.name]],
-                "alone ms": [statistics.mean(one) * 1e3 for one in alone],
-                **{name: added.total(counter) for name, counter in READ.items()},
-            }
-        )
+        rounds = times[way.name]
+        rows.append(row_of(share, count, way.name, counted, added, rounds=rounds, alone=alone))
     for rate in args.rates:
         rows += under_load(args, ways, prompts, share, rate)
     return rows
@@ -236,21 +226,38 @@ def under_load(
         arrivals = list(accumulate(dice.expovariate(rate) for _ in asked))
         found = asyncio.run(first_tokens(way.proxy, asked, len(asked), arrivals))
         added = scrape(way.prefill.url).minus(before)
-        mean_ms = statistics.mean(found) * 1e3
-        print(f"{share:g} {way.name}, {rate:g}/s: {mean_ms:.0f} ms", flush=True)
-        rows.append(
-            {
-                "set": share,
-                "prompts": len(prompts[way.name]),
-                "way": f"{way.name}, {rate:g} requests/s",
-                "mean ms": mean_ms,
-                "median ms": statistics.median(found) * 1e3,
-                "round means ms": [],
-                "alone ms": [],
-                **{name: added.total(counter) for name, counter in READ.items()},
-            }
-        )
+        name = f"{way.name}, {rate:g} requests/s"
+        rows.append(row_of(share, len(prompts[way.name]), name, found, added))
+        print(f"{share:g} {name}: {rows[-1]['mean ms']:.0f} ms", flush=True)
     return rows
+
+
+def row_of(
+    share: float,
+    num_prompts: int,
+    way: str,
+    seconds: Sequence[float],
+    added: Metrics,
+    *,
+    rounds: Sequence[Sequence[float]] = (),
+    alone: Sequence[Sequence[float]] = (),
+) -> dict[str, Any]:
+    """What was measured of a way: seconds to first tokens, and what P has counted meanwhile.
+
+    Args:
+        rounds: the seconds of each round.
+        alone: those of P and of D, asked by themselves.
+    """
+    return {
+        "set": share,
+        "prompts": num_prompts,
+        "way": way,
+        "mean ms": statistics.mean(seconds) * 1e3,
+        "median ms": statistics.median(seconds) * 1e3,
+        "round means ms": [statistics.mean(one) * 1e3 for one in rounds],
+        "alone ms": [statistics.mean(one) * 1e3 for one in alone],
+        **{name: added.total(counter) for name, counter in READ.items()},
+    }
 
 
 def markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[str]:
