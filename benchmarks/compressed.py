@@ -15,15 +15,17 @@ import multiprocessing
 import os
 import resource
 import statistics
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from gathers import workers
+from gathers.shapes import Shape
 from gathers.timeline import Timeline
-from gathers.workers import KEY, Worker
+from gathers.workers import Worker
+from machine import load_average, machine
 
 from vllm_commext.nixl.gathered import read
 from vllm_commext.nixl.geometry.layout import (
@@ -34,8 +36,6 @@ from vllm_commext.nixl.geometry.layout import (
     Family,
     Group,
 )
-from vllm_commext.nixl.prefill.fence import first_nonces
-from vllm_commext.nixl.requests import Hold
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, BLOCK_TOKENS = 30, 3, 64, 16
 TEXTS = ("docs/nixl_connector.md", "vllm_commext/nixl/connector.py")
@@ -73,17 +73,8 @@ def write_cache(path: Path) -> None:
     torch.save(cache.to(torch.bfloat16).contiguous(), path)
 
 
-class Shape:
-    """What a load reads, as ``workers.Decode`` takes it.
-
-    Args:
-        blocks: of a layer.
-    """
-
-    block_tokens, loads = BLOCK_TOKENS, 1
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
+class Cache(Shape):
+    """A cache whose layers are apart, each with keys, then values, in a block."""
 
     def layout(self, address: int, tp_size: int, tp_rank: int) -> CacheLayout:
         token_bytes = 2 * HEAD_SIZE
@@ -102,15 +93,15 @@ class Shape:
             content=TOKENS,
             dtype="bfloat16",
         )
-        names = [f"layer{number:02}" for number in range(NUM_LAYERS)]
-        bases = [address + number * self.blocks * row_bytes for number in range(NUM_LAYERS)]
+        names = [f"layer{number:02}" for number in range(self.layers)]
+        bases = [address + number * self.blocks * row_bytes for number in range(self.layers)]
         groups, families = [Group(FULL, BLOCK_TOKENS)], [Family(0, names, bases, attention)]
         return CacheLayout(tp_size, tp_rank, self.blocks, groups, families)
 
-    def block_ids(self, _: int, seed: int) -> list[list[int]]:
-        """All blocks, scattered."""
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randperm(self.blocks, generator=generator).tolist()]
+
+def shape_of(cache: torch.Tensor) -> Cache:
+    """All of a cache, as one load."""
+    return Cache("SmolLM2-135M", NUM_LAYERS, 0, cache.shape[1], BLOCK_TOKENS)
 
 
 def cpu_seconds() -> float:
@@ -121,8 +112,7 @@ def cpu_seconds() -> float:
 def serve(path: Path, pipe: Connection) -> None:
     """The prefill worker, anew for each way that it is told."""
     cache = torch.load(path)
-    shape, memory, nonces = Shape(cache.shape[1]), cache.view(torch.uint8).flatten(), None
-    nonces = first_nonces(KEY)
+    shape, memory = shape_of(cache), cache.view(torch.uint8).flatten()
     worker: Worker | None = None
     while (settings := pipe.recv()) is not None:
         if settings == "cpu":
@@ -132,15 +122,12 @@ def serve(path: Path, pipe: Connection) -> None:
             worker.close()
         layout = shape.layout(memory.data_ptr(), 1, 0)
         worker = Worker("p", torch.device("cpu"), memory, layout, settings)
-        block_ids = tuple(shape.block_ids(0, 1)[0])
-        for number in range(LOADS):
-            nonce = int(nonces[number])
-            worker.thread.submit(Hold(f"x{number}", 600.0, number, nonce, block_ids=block_ids))
+        worker.hold(shape, LOADS)
         pipe.send(worker.description)
     os._exit(0)
 
 
-def expected(cache: torch.Tensor, shape: Shape) -> torch.Tensor:
+def expected(cache: torch.Tensor, shape: Cache) -> torch.Tensor:
     """What the decode worker's memory has to have."""
     right = torch.empty_like(cache)
     right[:, shape.block_ids(0, 2)[0]] = cache[:, shape.block_ids(0, 1)[0]]
@@ -149,11 +136,11 @@ def expected(cache: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 def run_way(settings: dict[str, Any], cache: torch.Tensor, pipe: Any) -> list[dict[str, Any]]:
     """A few loads by workers with these settings."""
-    shape, memory = Shape(cache.shape[1]), torch.zeros(cache.nbytes, dtype=torch.uint8)
-    pipe.send({"mapped_reads": "never", **settings})
-    descriptions, found = {0: pipe.recv()}, []
-    own: dict[str, Any] = {"mapped_reads": "never", **settings}
-    decode = workers.Decode("cpu", shape, memory, own, descriptions, Timeline())  # type: ignore[arg-type]
+    shape, memory = shape_of(cache), torch.zeros(cache.nbytes, dtype=torch.uint8)
+    settings = {"mapped_reads": "never", **settings}
+    pipe.send(settings)
+    descriptions, found = {0: pipe.recv()}, list[dict[str, Any]]()
+    decode = workers.Decode("cpu", shape, memory, settings, descriptions, Timeline())
     try:
         for _ in range(LOADS):
             memory.zero_()
@@ -199,7 +186,6 @@ def main() -> None:
         target=serve, args=(path, theirs), daemon=True
     )
     process.start()
-    workers.P_TP = 1
     ways = {way: WAYS[way] for way in args.ways}
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(args.rounds):
@@ -215,23 +201,18 @@ def main() -> None:
 
 def report(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Print medians of each way."""
-    lines = [
-        "| way | MB | MB on the wire | s | MB/s | CPU s of P | of D |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows: list[list[str]] = []
     for way, some in found.items():
         middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
-        size = middle["bytes"] / 1e6
-        lines.append(
-            f"| {way} | {size:.1f} | {size - middle['saved'] / 1e6:.1f} | "
-            f"{middle['seconds']:.3f} | {size / middle['seconds']:.1f} | {middle['cpu_p']:.2f} | "
-            f"{middle['cpu_d']:.2f} |"
-        )
-    text = "\n".join(lines)
-    print(text, flush=True)
-    about = {"torch": torch.__version__, "load": os.getloadavg(), "time": time.strftime("%F %T")}
-    (out / "compressed.json").write_text(json.dumps({"about": about, "found": found}, indent=1))
-    (out / "compressed.md").write_text(f"{text}\n")
+        size, seconds = middle["bytes"] / 1e6, middle["seconds"]
+        sizes = f"{size:.1f}", f"{size - middle['saved'] / 1e6:.1f}"
+        used = f"{middle['cpu_p']:.2f}", f"{middle['cpu_d']:.2f}"
+        rows.append([way, *sizes, f"{seconds:.3f}", f"{size / seconds:.1f}", *used])
+    about = {"machine": machine("nixl", "torch"), "load average": load_average()}
+    columns = ["way", "MB", "MB on the wire", "s", "MB/s", "CPU s of P", "of D"]
+    lines = [*pages.head("Compressed reads", about), *pages.table(columns, rows)]
+    page = pages.write(out, "compressed", {"about": about, "found": found}, lines)
+    print(page, flush=True)
 
 
 if __name__ == "__main__":

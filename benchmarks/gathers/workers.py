@@ -105,6 +105,15 @@ class Worker:
         self.thread = TransferThread(self._agent, config, local, self.recorder, select)
         self.thread.start()
 
+    def hold(self, shape: Shape, count: int) -> None:
+        """Keep the blocks of so many loads, as after their prefills."""
+        nonces = first_nonces(KEY)
+        for number in range(count):
+            blocks = shape.block_ids(number % shape.loads, 1)
+            block_ids = tuple(block for group in blocks for block in group)
+            nonce = int(nonces[number])
+            self.thread.submit(Hold(f"x{number}", 600.0, number, nonce, block_ids=block_ids))
+
     def close(self) -> None:
         self.thread.stop()
         self._mapped.close()
@@ -131,7 +140,7 @@ def serve(kind: str, gpu: int, tp_rank: int, pipe: Connection) -> None:
     memory.random_(0, 256)
     if kind == "cuda":
         torch.cuda.synchronize()
-    nonces, timeline = first_nonces(KEY), Timeline()
+    timeline = Timeline()
     timeline.watch_packing()
     worker: Worker | None = None
     while (told := pipe.recv()) is not None:
@@ -143,17 +152,13 @@ def serve(kind: str, gpu: int, tp_rank: int, pipe: Connection) -> None:
         shape, settings = shapes[told[0]], told[1]
         layout = shape.layout(memory.data_ptr(), P_TP, tp_rank)
         worker = Worker("p", device, memory, layout, settings)
-        for number in range(MAX_LOADS):
-            blocks = shape.block_ids(number % shape.loads, 1)
-            block_ids = tuple(block for group in blocks for block in group)
-            nonce = int(nonces[number])
-            worker.thread.submit(Hold(f"x{number}", 600.0, number, nonce, block_ids=block_ids))
+        worker.hold(shape, MAX_LOADS)
         pipe.send(worker.description)
     os._exit(0)
 
 
 class Decode:
-    """The decode worker, and what it reads from.
+    """The decode worker, and what it reads from: workers of these descriptions, by rank.
 
     Attributes: ``timeline``: of the last run.
     """
@@ -168,6 +173,7 @@ class Decode:
         timeline: Timeline,
     ) -> None:
         self._shape = shape
+        self._tp_size = len(descriptions)
         self.timeline = timeline
         # A port of the system's choice would have to be known before the server is there.
         self._port = 20000 + os.getpid() % 20000
@@ -192,7 +198,7 @@ class Decode:
             incarnation="one",
             host=HOST,
             port=self._port,
-            tp_size=P_TP,
+            tp_size=self._tp_size,
             request_id=f"x{number}",
             block_ids=tuple(map(tuple, shape.block_ids(load, 1))),
             num_tokens=num_tokens,
