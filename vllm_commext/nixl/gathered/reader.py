@@ -113,6 +113,17 @@ def _has_bfloat16(layout: CacheLayout) -> bool:
     return any(isinstance(one, AttentionGeometry) and one.dtype == "bfloat16" for one in shapes)
 
 
+def _compressed_sizes(left: int, most: int) -> Iterator[int]:
+    """Bytes of parts of as many in all, none above *most*: so short that one is compressed while
+    others are read, and the first and last ones shorter."""
+    wanted = min(max(left // 32, MIN_COMPRESSED_BYTES), COMPRESSED_PART_BYTES)
+    size, done = min(max(wanted, left // 256), most), 0
+    while True:
+        now = max(min(size, left // 4, done + size // 4), size // 4)
+        yield now
+        done, left = done + now, left - now
+
+
 class GatheredReader:
     """What reads from one prefill worker that packs.
 
@@ -163,17 +174,11 @@ class GatheredReader:
         return self._compresses and pairs.num_bytes >= MIN_COMPRESSED_BYTES
 
     def part_sizes(self, pairs: Pairs) -> Iterator[int]:
-        """Bytes of one part after the other: as long as slots.  Or where they are compressed, so
-        short that this is done while others are read, and the first and last ones shorter."""
-        size, left, done = self.part_bytes, pairs.num_bytes, 0
-        if not self.compresses(pairs):
-            yield from itertools.repeat(size)
-        wanted = min(max(left // 32, MIN_COMPRESSED_BYTES), COMPRESSED_PART_BYTES)
-        size = min(max(wanted, left // 256), size)
-        while True:
-            now = max(min(size, left // 4, done + size // 4), size // 4)
-            yield now
-            done, left = done + now, left - now
+        """Bytes of one part after the other, without an end: as long as slots, save where they are
+        compressed."""
+        if self.compresses(pairs):
+            return _compressed_sizes(pairs.num_bytes, self.part_bytes)
+        return itertools.repeat(self.part_bytes)
 
     def suits(self, pairs: Pairs) -> bool:
         """Whether this is faster than NIXL alone: it would have to move many small pieces, or bytes
