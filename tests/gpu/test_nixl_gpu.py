@@ -40,6 +40,9 @@ SETS = CLUSTERS[4 if NUM_GPUS >= 4 else 2]
 MAPPED_READS = os.environ.get("COMMEXT_GPU_MAPPED_READS", "never")
 GATHERED_READS = os.environ.get("COMMEXT_GPU_GATHERED_READS", "0") == "1"
 """With these, mapped reads have to be off."""
+COMPRESSION = os.environ.get("COMMEXT_GPU_WIRE_COMPRESSION", "off")
+"""Of gathered reads, whose network `TRANSPORTS` name, as in ``tcp,cuda_copy``."""
+TRANSPORTS = os.environ.get("UCX_TLS", "")
 
 pytestmark = [
     needs_gpus(2),
@@ -68,7 +71,7 @@ def cluster(
     folder = tmp_path_factory.mktemp(kind)
     model = write_tiny_model(folder / "model", kind, dtype="bfloat16")
     chunk_tokens, options = PROMPT_TOKENS - 1, KINDS[kind].gpu_options
-    engine = EngineKind(chunk_tokens, options, MAPPED_READS, GATHERED_READS)
+    engine = EngineKind(chunk_tokens, options, MAPPED_READS, GATHERED_READS, COMPRESSION)
     places = SETS[number]
     with ExitStack() as stack:
         servers = {
@@ -119,6 +122,9 @@ def check(
         assert gathered > 0
     else:
         assert GATHERED_READS or gathered == 0
+    saved = moved.total(f"{PREFIX}saved_bytes_total")
+    record(f"{prefill}{decode}_saved_bytes", saved)
+    assert (saved > 0) == (COMPRESSION != "off")
     for name in ("bytes_total", "transfer_seconds_sum", "post_seconds_sum", "descriptors_total"):
         record(f"{prefill}{decode}_{name}", moved.total(f"{PREFIX}{name}"))
     own = cluster.own[decode]
@@ -135,4 +141,4 @@ def check(
         assert all(near_enough(one, two, noise) for one, two in zip(own, got, strict=True))
     line = target.wait_for_log("self-probe", 5)
     record(f"{prefill}{decode}_self_probe", line[line.index("self-probe") :])
-    assert "cuda_ipc" in line
+    assert TRANSPORTS or "cuda_ipc" in line
