@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.kit import ROOT
@@ -38,7 +38,7 @@ def compile_kernel(source: Program, macros: Mapping[str, object]) -> ctypes.CDLL
     headers = ("-include", str(_system_headers()))
     files = (str(EMULATION / "emulate.cpp"), str(_runtime()))
     arguments = [*FLAGS, "-shared", *folders, *defined, *headers, *files]
-    return ctypes.CDLL(str(_made(arguments, _folder() / f"{_digest(arguments)}.so")))
+    return ctypes.CDLL(str(_compiled(arguments, _folder() / f"{_digest(arguments)}.so")))
 
 
 def run_calls(
@@ -57,7 +57,7 @@ def run_calls(
 def _runtime() -> Path:
     """The object file of what all kernels share."""
     arguments = [*FLAGS, "-c", str(EMULATION / "host_emulation.cpp")]
-    return _made(arguments, _folder() / f"runtime-{_digest(arguments)}.o")
+    return _compiled(arguments, _folder() / f"runtime-{_digest(arguments)}.o")
 
 
 def _system_headers() -> Path:
@@ -66,23 +66,26 @@ def _system_headers() -> Path:
     wanted = re.findall(r"^#include <.*>$", text, re.MULTILINE)
     folder = _folder() / f"headers-{_digest([*FLAGS, *wanted])}"
     folder.mkdir(exist_ok=True)
-    header = folder / "system.h"
-    if not header.exists():
-        unnamed = folder / f"system.h.{os.getpid()}"
-        unnamed.write_text("\n".join([*wanted, ""]))
-        unnamed.rename(header)
-    _made([*FLAGS, "-x", "c++-header", str(header)], folder / "system.h.gch")
+    header = _made(folder / "system.h", lambda new: new.write_text("\n".join([*wanted, ""])))
+    _compiled([*FLAGS, "-x", "c++-header", str(header)], folder / "system.h.gch")
     return header
 
 
-def _made(arguments: Sequence[str], target: Path) -> Path:
-    """What the compiler makes of these arguments; whoever comes first makes it for all."""
+def _compiled(arguments: Sequence[str], target: Path) -> Path:
+    """What the compiler makes of these arguments."""
+    command = [str(COMPILER), *arguments, "-o"]
+    return _made(
+        target, lambda new: subprocess.run([*command, str(new)], check=True, timeout=SECONDS)
+    )
+
+
+def _made(target: Path, make: Callable[[Path], object]) -> Path:
+    """A file; whichever thread of whichever process comes first makes it for all."""
     with target.with_name(f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             unnamed = target.with_name(f"new-{target.name}")
-            command = [str(COMPILER), *arguments, "-o", str(unnamed)]
-            subprocess.run(command, check=True, timeout=SECONDS)
+            make(unnamed)
             unnamed.rename(target)
     return target
 
