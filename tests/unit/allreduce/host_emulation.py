@@ -11,6 +11,7 @@ from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.unit.allreduce import push_emulation
 from vllm_commext.allreduce.backends import host
 from vllm_commext.allreduce.backends.host import HostLayout
+from vllm_commext.allreduce.message import PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
@@ -49,6 +50,10 @@ class Ranks(push_emulation.Ranks):
         """That a message of so many packs takes."""
         return self.layout.kernel(num_packs)
 
+    def _library(self, tensor: torch.Tensor) -> ctypes.CDLL:
+        kernel = self.kernel(tensor.nbytes // PACK_BYTES)
+        return library(self.layout, kernel, str(tensor.dtype).removeprefix("torch."))
+
     def _run_rank(
         self,
         rank: int,
@@ -63,5 +68,5 @@ class Ranks(push_emulation.Ranks):
             call = self._call(kind(**places), rank, tensor, out)
             name = self.layout.kernel(call.num_packs)
             blocks = self.layout.num_blocks(name, call.num_packs, most_blocks)
-            kernel = library(self.layout, name, str(tensor.dtype).removeprefix("torch."))
-            run_calls(kernel, ctypes.byref(call), [blocks], 2, seed + 31 * index, rank)
+            made = ctypes.byref(call)
+            run_calls(self._library(tensor), made, [blocks], 2, seed + 31 * index, rank)

@@ -64,12 +64,18 @@ class Ranks:
     ) -> list[list[torch.Tensor]]:
         """Each rank's outputs, for its inputs one after the other; all ranks at the same time."""
         outputs = [[torch.full_like(tensor, 777.0) for tensor in of] for of in inputs]
+        for tensor in inputs[0]:
+            self._library(tensor)  # a rank that cannot compile it would leave the others waiting
 
         def run(rank: int) -> None:
             self._run_rank(rank, inputs[rank], outputs[rank], most_blocks, seed)
 
         together(run, self.layout.world_size)
         return outputs
+
+    def _library(self, tensor: torch.Tensor) -> ctypes.CDLL:
+        """The kernel that such a message takes."""
+        return library(self.layout, str(tensor.dtype).removeprefix("torch."))
 
     def _call(self, call: Any, rank: int, tensor: torch.Tensor, out: torch.Tensor) -> Any:
         """``Args`` of a rank's call."""
@@ -92,6 +98,5 @@ class Ranks:
         calls = (kind * len(inputs))()
         for call, tensor, out in zip(calls, inputs, outputs, strict=True):
             self._call(call, rank, tensor, out).max_packs = self.layout.max_packs
-        kernel = library(self.layout, str(inputs[0].dtype).removeprefix("torch."))
         blocks = [self.layout.num_blocks(call.num_packs, most_blocks) for call in calls]
-        run_calls(kernel, calls, blocks, 2, seed + rank, rank)
+        run_calls(self._library(inputs[0]), calls, blocks, 2, seed + rank, rank)
