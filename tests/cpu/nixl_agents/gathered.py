@@ -19,6 +19,7 @@ from vllm_commext.nixl.geometry.layout import (
     StateGeometry,
     StatePart,
 )
+from vllm_commext.nixl.log import RateLimitedLog
 
 SLOTS = {
     "gathered_reads": True,
@@ -30,7 +31,9 @@ LONG_SECONDS = 60.0
 
 
 def gather_everything(patch: Any, max_pieces: int = 5) -> None:
-    """In parts of few pieces, however slow this machine."""
+    """In parts of few pieces, however slow this machine; its first failures are logged, whatever
+    was logged before."""
+    patch.setattr(read, "_log", RateLimitedLog())
     patch.setattr(read, "MAX_PIECES", max_pieces)
     patch.setattr(read, "PATIENCE_SECONDS", LONG_SECONDS)
     patch.setattr("vllm_commext.nixl.gathered.packer.SILENT_SECONDS", LONG_SECONDS)
