@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import WINDOW
 from vllm_commext.proxy.engine_load import Answer, Job, Waiting, next_of
-from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of, bins
+from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of
 from vllm_commext.proxy.engines import REQUEST_TOKENS
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
 from vllm_commext.proxy.turns import LEAD_SECONDS
@@ -258,9 +257,8 @@ class Knowing(Adaptive):
 class TrueLengths(Lengths):
     """Each answer is as long as its request allows."""
 
-    @cached_property
-    def longer(self) -> dict[int, float]:
-        return dict.fromkeys(bins, 1.0)
+    def ended(self, needed: float, had: int, most: int) -> float:
+        return float(needed > max(had, most))
 
 
 class TrueSpeed(EngineSpeed):

@@ -114,10 +114,11 @@ class Chooser:
             return None
         decode, prefill = self._pools[DECODE], self._pools[PREFILL]
         now, most, name = time.monotonic(), most_tokens(body), _name_of(prefix)
-        self._turn += max(1, min(WINDOW, len(decode.engines) - WINDOW))
+        others = len(decode.engines) - WINDOW
+        self._turn += WINDOW if others > WINDOW else max(1, others)
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
-            found = list[Candidate]()
+            found: list[Candidate] = []
             for one in engines:
                 if one.usable and not one.suspected and one not in failed:
                     one.candidate.held_tokens = one.memory.held_tokens(prefix)
@@ -125,7 +126,7 @@ class Chooser:
             return found
 
         def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Placement | None:
-            targets, sources = candidates(among(decode)), list[Candidate]()
+            targets, sources = candidates(among(decode)), ()
             if may_hand_over:
                 is_same = prefill.engines == decode.engines
                 sources = targets if is_same else candidates(among(prefill))

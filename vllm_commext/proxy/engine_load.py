@@ -3,8 +3,8 @@ an argument.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Sequence
+from heapq import heappush, heappushpop
 
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
@@ -144,26 +144,30 @@ def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
     for one in waiting:
         if now > one.since + PATIENCE * limit:
             return one
-    found, _ = in_time(waiting, now, limit)
-    return found[0] if found else min(waiting, key=lambda one: one.seconds)
+    kept, _ = in_time(waiting, now, limit)
+    for one, seconds in zip(waiting, kept, strict=True):
+        if one.seconds == seconds:
+            return one
+    return min(waiting, key=lambda one: one.seconds)
 
 
-def in_time(
-    waiting: Iterable[Waiting], now: float, limit: float
-) -> tuple[list[Waiting], Waiting | None]:
+def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:
     """The most that can be computed within *limit*, in order, by an engine that is free at a
-    time: the longest are put off. And which is put off for the last one, if one is."""
-    found = dict[int, Waiting]()
-    longest = list[tuple[float, int]]()
-    end, margin, put_off = now, IN_TIME * limit, None
-    for idx, one in enumerate(waiting):
-        found[idx], put_off = one, None
-        heappush(longest, (-one.seconds, idx))
-        end += one.seconds
-        if end > one.since + margin:
-            put_off = found.pop(heappop(longest)[1])
-            end -= put_off.seconds
-    return list(found.values()), put_off
+    time: seconds of each, 0 for the longest, which are put off. And the idx of that which is put
+    off for the last one, -1 for none."""
+    kept = [one.seconds for one in waiting]
+    longest: list[tuple[float, int]] = []
+    end, margin, put_off = now, IN_TIME * limit, -1
+    for idx, seconds in enumerate(kept):
+        end += seconds
+        if end > waiting[idx].since + margin:
+            less, put_off = heappushpop(longest, (-seconds, idx))
+            kept[put_off] = 0.0
+            end += less
+        else:
+            heappush(longest, (-seconds, idx))
+            put_off = -1
+    return kept, put_off
 
 
 class EngineLoad:
@@ -291,7 +295,8 @@ class EngineLoad:
             began = max(first.asked, self._last_done)
             under_way = now - began
             if first.is_seen or under_way < first.seconds:
-                return max(0.0, self.queued - min(first.seconds, under_way))
+                done = under_way if under_way < first.seconds else first.seconds
+                return self.queued - done if self.queued > done else 0.0
             self.end_job(first, now, False)  # as far as anybody can tell
             self._last_done = began + first.seconds
         return 0.0
@@ -299,18 +304,17 @@ class EngineLoad:
     def wait_seconds(self, seconds: float, now: float) -> tuple[float, int]:
         """Seconds until a prompt that takes so long is begun, and how many that wait will be late
         by it."""
-        wait, limit = self.backlog(now), self.shared.limits.first
+        wait = self.backlog(now)
         if not self.waiting:
             return wait, 0
+        limit = self.shared.limits.first
         if not limit:
             due = now + PATIENCE * seconds
-            return wait + sum(one.seconds for one in self.waiting if one.due <= due), 0
-        own = Waiting(now, seconds)
-        found, put_off = in_time((*self.waiting, own), now + wait, limit)
-        if put_off is own:
+            return wait + sum([one.seconds for one in self.waiting if one.due <= due]), 0
+        kept, put_off = in_time([*self.waiting, Waiting(now, seconds)], now + wait, limit)
+        if put_off == len(self.waiting):
             return wait + self.waiting_seconds, 0
-        before = sum([one.seconds for one in found])
-        return wait + before - seconds, int(put_off is not None)
+        return wait + sum(kept) - seconds, int(put_off >= 0)
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
         """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than
@@ -332,22 +336,30 @@ class EngineLoad:
         if not self.cache_tokens:
             return 0.0
         used = self._others + self.context + self.coming + self.unread
+        if used <= 0.0:
+            return 0.0
         length = self.shared.lengths.mean
-        lacking = max(0.0, used) + tokens + len(self.answers) * length / 2.0 - self.cache_tokens
-        if lacking <= 0.0 or used <= 0.0:
+        lacking = used + tokens + len(self.answers) * length / 2.0 - self.cache_tokens
+        if lacking <= 0.0:
             return 0.0
         unread = min(self.unread, used)
         stays = (used - unread) * length * pace + unread * self.shared.second_token.value
         return lacking / min(used, self.cache_tokens) * stays / used
+
+    def pace(self, step: float) -> float:
+        """Seconds to each token of an answer, where a step takes *step* seconds, and prompts as
+        much of the time as of late."""
+        left = 1.0 - self.share
+        return step / (left if left > 0.05 else 0.05)
 
     def look_ahead(self, now: float) -> None:
         """Make the outlook: it holds until a prompt or an answer has come or gone, and no longer
         than `OUTLOOK_SECONDS`."""
         self.look(now)
         step = self.speed.step_seconds(self.mean_answers, self.mean_context)
-        pace = step / max(1.0 - self.share, 0.05)
+        pace = self.pace(step)
         room = self.room_seconds(0.0, pace)
-        self.outlook = max(self.queued, room), pace + room
+        self.outlook = self.queued if self.queued > room else room, pace + room
         self.outlook_until = now + OUTLOOK_SECONDS
 
     def look(self, now: float) -> None:

@@ -3,7 +3,6 @@ pieces after them. Pure: every time is an argument.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 
 from vllm_commext.limits import Limits
@@ -99,20 +98,6 @@ _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
 Where all are alike, slack would else be spent to the last token, and the next prompt have none."""
 
 
-class Longer(dict[int, float]):
-    """By a bin, the share of answers in it or in longer ones, half of its own left out: worked out
-    for those that are asked for. An answer's end changes all."""
-
-    def __init__(self, counts: Sequence[float], num_samples: float) -> None:
-        self._counts, self._per_answer = counts, 1.0 / num_samples
-        self._sums = list(accumulate(reversed(counts)))
-
-    def __missing__(self, idx: int) -> float:
-        more = self._sums[-1 - idx] - self._counts[idx] / 2
-        found = self[idx] = more * self._per_answer
-        return found
-
-
 class Lengths:
     """How many tokens answers have, by the recent ones. mean: 1 where none is known."""
 
@@ -122,31 +107,41 @@ class Lengths:
         """Of the latest answer: it grows in place of the older ones' becoming less."""
         self._num_samples = 0.0
         self._sum = 0.0
-        self._longer: dict[int, float] | None = dict.fromkeys(range(_NUM_BINS), 1.0)
+        self._sums = [0.0]
+        """Answers in a bin or in longer ones, the last bin's behind a zero, the first one's at the
+        end; as far as they are worked out."""
         self.mean = 1.0
 
     def add(self, tokens: int) -> None:
         """An answer has ended after *tokens*."""
         self._weight /= _LENGTH_FORGETTING
         middle = bins[min(tokens, MOST_BINNED - 1)]
+        del self._sums[_NUM_BINS - min(middle + max(_SPREAD), _NUM_BINS - 1) :]
         for offset, share in _SPREAD.items():
             self._counts[min(max(middle + offset, 0), _NUM_BINS - 1)] += share * self._weight
         self._num_samples += self._weight
         self._sum += self._weight * tokens
-        self._longer = None
         if self._weight > _MOST_WEIGHT:
-            self._counts = [count / self._weight for count in self._counts]
+            self._counts, self._sums = [count / self._weight for count in self._counts], [0.0]
             self._num_samples /= self._weight
             self._sum /= self._weight
             self._weight = 1.0
         self.mean = self._sum / self._num_samples
 
-    @property
-    def longer(self) -> dict[int, float]:
-        """Share of answers by bins, see `Longer`."""
-        if self._longer is None:
-            self._longer = Longer(self._counts, self._num_samples)
-        return self._longer
+    def ended(self, needed: float, had: int, most: int) -> float:
+        """Share of answers of *had* tokens so far, and *most* at most, that end before they have
+        those *needed*; of the bins of both, half counts."""
+        if needed <= had:
+            return 0.0
+        if needed > most or needed >= MOST_BINNED:
+            return 1.0
+        counts, sums = self._counts, self._sums
+        if (left := _NUM_BINS + 1 - len(sums)) > 0:
+            sums += accumulate(reversed(counts[:left]), initial=sums.pop())
+        idx = bins[had]
+        among = sums[_NUM_BINS - idx] - counts[idx] / 2.0
+        idx = bins[int(needed)]
+        return 1.0 - (sums[_NUM_BINS - idx] - counts[idx] / 2.0) / among if among > 0.0 else 0.0
 
 
 class Speeds:

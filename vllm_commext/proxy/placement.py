@@ -9,13 +9,13 @@ equals, where it takes the least time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engine_load import EngineLoad
-from vllm_commext.proxy.engine_speed import MOST_BINNED, Speeds, bins
+from vllm_commext.proxy.engine_speed import Speeds
 
 MAX_SEEN = 20
 """Answers that are looked at for a request; they stand for the others of their engines."""
@@ -63,25 +63,42 @@ class Placement:
         return self.prefill is self.decode
 
 
-@dataclass(slots=True)
+BY_PROMPT, BY_ANSWER, BY_BOTH = 1, 2, 3
+"""What makes other answers of an engine late: that it computes a prompt, answers it, or both."""
+
+
 class _Costs:
     """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step,
     one with one answer more, and one beside the prompts that it computes of late; until its KV
     cache has room for the prompt, and for its answer, too; how many of the prompts that wait are
-    put off for it; and how many of its answers come late by the prompt, one answer more or both,
-    as far as that has been counted."""
+    put off for it; and how many of its answers come late by what, as far as that has been
+    counted."""
 
-    candidate: Candidate
-    num_answers: int
-    backlog: float
-    prefill: float
-    step: float
-    slower: float
-    pace: float
-    prompt_room: float
-    room: float
-    num_put_off: int
-    late: dict[tuple[bool, bool], float]
+    __slots__ = (
+        *("backlog", "candidate", "late", "num_answers", "num_put_off", "pace", "prefill"),
+        *("prompt_room", "room", "slower", "step"),
+    )
+
+    def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
+        load = candidate.load
+        if now >= load.outlook_until:
+            load.look_ahead(now)
+        speed, length, held = load.speed, load.shared.lengths.mean, candidate.held_tokens
+        if held >= tokens:
+            held = tokens - 1
+        self.candidate = candidate
+        self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
+        self.num_answers = num = len(load.answers)
+        # Those that run now are some time at the engine, and then as many as of late.
+        most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
+        context = NOW_SHARE * load.context + (1.0 - NOW_SHARE) * load.mean_context
+        self.step = speed.step_seconds(most, context)
+        self.slower = slower = speed.step_seconds(most + 1.0, context + tokens)
+        self.pace = pace = load.pace(slower)
+        self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
+        self.room = room = load.room_seconds(tokens + length, pace)
+        self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
+        self.late: dict[int, float] = {}
 
 
 _Option = tuple[float, int, _Costs, _Costs, float, float, float]
@@ -113,30 +130,37 @@ class Planner:
         if not decode or not decode[0].load.speed.is_known:
             return None
         local, sources, targets = self._shortlisted(prefill, decode, now)
-        looked = dict.fromkeys((*local, *sources, *targets))
-        seen = max(2, MAX_SEEN // len(looked))
-        costs = {one: self._costs(one, tokens, now) for one in looked}
+        costs = {one: _Costs(one, tokens, now) for one in dict.fromkeys(local)}
+        both = list(costs.values())
+        for one in sources:
+            if one not in costs:
+                costs[one] = _Costs(one, tokens, now)
+        seen = max(2, MAX_SEEN // len(costs))
         options = self._options(
-            [costs[one] for one in local],
-            [costs[one] for one in sources],
-            [costs[one] for one in targets],
-            max_tokens,
+            both, [costs[one] for one in sources], [costs[one] for one in targets], max_tokens
         )
         options.sort()
-        best = math.inf, 0, 0.0, options[0]
+        best, least, misses = options[0], math.inf, 0.0
         for option in options:
             cost, idx, source, at, _, _, _ = option
-            if cost > best[0]:
+            if cost > least:
                 break  # even if it makes no other answer late
-            others = self._others_late(source, at, now, seen)
-            best = min(best, (cost + others, idx, others, option))
-        _, _, others, (_, _, source, at, misses, first, seconds) = best
+            if source is at:
+                others = self._late(at, BY_BOTH, now, seen, least - cost)
+            else:
+                others = self._late(source, BY_PROMPT, now, seen)
+                others += self._late(at, BY_ANSWER, now, seen)
+            others = others if others > 0.0 else 0.0
+            cost += others
+            if cost < least or (cost == least and idx < best[1]):
+                best, least, misses = option, cost, others
+        _, _, source, at, own, first, seconds = best
         late, limit = 0.0, self.shared.limits.first
         if limit and first > RISKY * limit:
             wait = max(source.backlog, source.room if source is at else source.prompt_room)
             late = max(0.0, min(first - RISKY * limit, wait))
         per_token = seconds / max(self.shared.lengths.mean, 1.0)
-        return Placement(source.candidate, at.candidate, first, per_token, misses + others, late)
+        return Placement(source.candidate, at.candidate, first, per_token, own + misses, late)
 
     def _shortlisted(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
@@ -146,20 +170,16 @@ class Planner:
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if limits.tpot else (), decode if limits.tpot else ()
         patience = 4.0 / limits.first if limits.first else 1.0
-        work, paces, alone = _outlooks(decode, now, patience)
-        soonest = decode[work.index(min(work))]
+        soonest, idlest, steadiest = _outlooks(decode, now, patience)
         if not limits.tpot:
             return [soonest], (), ()
-        idxs = sorted(range(len(decode)), key=paces.__getitem__)
-        steadiest = [decode[idx] for idx in idxs[:MAX_CANDIDATES]]
-        sources, local = list[Candidate](), [soonest, *steadiest]
+        local, sources = [soonest, *steadiest], ()
         if prefill:
             if prefill is not decode:
-                work, _, alone = _outlooks(prefill, now, patience)
-            least, fewest = work.index(min(work)), alone.index(min(alone))
-            sources = [prefill[idx] for idx in ((least,) if least == fewest else (least, fewest))]
+                soonest, idlest, _ = _outlooks(prefill, now, patience)
+            sources = [soonest] if soonest is idlest else [soonest, idlest]
             local += sources if prefill is decode else [one for one in sources if one in decode]
-        return list(dict.fromkeys(local)), sources, steadiest
+        return local, sources, steadiest
 
     def _options(
         self,
@@ -170,7 +190,8 @@ class Planner:
     ) -> list[_Option]:
         """What each way costs to compute the prompt and to answer, at one engine or at two; other
         answers that come late by it left out."""
-        shared, ways = self.shared, list[tuple[_Costs, _Costs, float, float, float]]()
+        shared = self.shared
+        ways: list[tuple[_Costs, _Costs, float, float, float]] = []
         for one in local:
             first = (one.backlog if one.backlog > one.room else one.room) + one.prefill
             ways.append((one, one, first, 0.0, one.room))
@@ -180,18 +201,20 @@ class Planner:
             first += shared.handover.value
             for at in targets:
                 if at is not one:
-                    late = max(0.0, at.backlog - first, at.room - first)
-                    late += shared.second_token.value
+                    late = (at.backlog if at.backlog > at.room else at.room) - first
+                    late = (late if late > 0.0 else 0.0) + shared.second_token.value
                     ways.append((one, at, first, late, at.room + room))
-        tpot, length, options = shared.limits.tpot, shared.lengths.mean, list[_Option]()
-        limit = shared.limits.first or math.inf
+        tpot, length, limit = shared.limits.tpot, shared.lengths.mean, shared.limits.first
+        sure = RISKY * limit if limit else math.inf
+        options: list[_Option] = []
         for source, at, first, late, wait in ways:
-            in_time = 1.0 - _ramp(first / limit) if first > RISKY * limit else 1.0
+            in_time = 1.0 - _ramp(first / limit) if first > sure else 1.0
             if tpot:
                 room = tpot - at.pace
-                if late or room <= 0.0:
-                    needed = (late + room) / room if room > 0.0 else math.inf
-                    in_time *= 1.0 - _late_share(needed, 1, max_tokens, shared.lengths.longer)
+                if room <= 0.0:
+                    in_time = 0.0
+                elif late:
+                    in_time *= 1.0 - shared.lengths.ended((late + room) / room, 1, max_tokens)
             misses = 1.0 - in_time + source.num_put_off
             seconds = at.pace * length + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
@@ -199,103 +222,80 @@ class Planner:
             options.append((cost, len(options), source, at, misses, first, seconds))
         return options
 
-    def _others_late(self, source: _Costs, at: _Costs, now: float, max_seen: int) -> float:
-        """How many other answers come late where the prompt is computed at *source* and answered
-        *at* an engine."""
-        if source is at:
-            return max(0.0, self._late(at, (True, True), now, max_seen))
-        by_prefill = self._late(source, (True, False), now, max_seen)
-        return max(0.0, by_prefill + self._late(at, (False, True), now, max_seen))
-
-    def _costs(self, candidate: Candidate, tokens: int, now: float) -> _Costs:
-        load, speed = candidate.load, candidate.load.speed
-        held = min(candidate.held_tokens, tokens - 1)
-        seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
-        if now >= load.outlook_until:
-            load.look_ahead(now)
-        num, length = len(load.answers), self.shared.lengths.mean
-        # Those that run now are some time at the engine, and then as many as of late.
-        most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
-        context = NOW_SHARE * load.context + (1.0 - NOW_SHARE) * load.mean_context
-        step = speed.step_seconds(most, context)
-        slower = speed.step_seconds(most + 1.0, context + tokens)
-        pace = slower / max(1.0 - load.share, 0.05)
-        wait, put_off = load.wait_seconds(seconds, now)
-        room = load.room_seconds(tokens + length, pace)
-        first = load.room_seconds(tokens, pace) if room else 0.0
-        return _Costs(candidate, num, wait, seconds, step, slower, pace, first, room, put_off, {})
-
-    def _late(self, at: _Costs, by: tuple[bool, bool], now: float, max_seen: int) -> float:
-        """How many answers *at* an engine will be late *by* a prefill, one more answer or both, by
-        *max_seen* of them about."""
+    def _late(
+        self, at: _Costs, by: int, now: float, max_seen: int, most: float = math.inf
+    ) -> float:
+        """How many answers *at* an engine will be late *by* what is new there, by *max_seen* of
+        them about; some more than *most* if these are more."""
         if by in at.late:
             return at.late[by]
-        limit, lengths = self.shared.limits.tpot, self.shared.lengths
+        limit, ended = self.shared.limits.tpot, self.shared.lengths.ended
         step, slower = at.step, at.slower
-        found, stride = 0.0, -(-at.num_answers // max_seen)
+        found, stride = 0.0, -(-at.num_answers // max_seen) or 1
         backlog, both = at.backlog, at.backlog + at.prefill
         per_second = 1.0 / (limit - step) if step < limit else math.inf
         slower_per_second = 1.0 / (limit - slower) if slower < limit else math.inf
-        is_counted = at.num_answers and step < limit
-        answers = at.candidate.load.answers if is_counted else ()
-        for answer in islice(answers, 0, None, stride or 1):
-            wait = answer.first_at - now
-            had, spent = answer.tokens or 1, limit
+        answers = at.candidate.load.answers if step < limit else ()
+        for answer in islice(answers, 0, None, stride):
+            wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
             before, after = backlog, both
             if wait > 0.0:
-                before, after = max(0.0, before - wait), max(0.0, after - wait)
+                before = before - wait if before > wait else 0.0
+                after = after - wait if after > wait else 0.0
             elif answer.has_begun:
                 spent -= wait
             slower_used = spent - had * slower
             needed = (slower_used + after) * slower_per_second
             if needed <= had:
                 continue  # in time even so
-            longer, most, used = lengths.longer, answer.max_tokens, spent - had * step
-            already = _late_share((used + before) * per_second, had, most, longer)
-            worst = _late_share(needed, had, most, longer)
-            if worst == 0.0 or already == 1.0:
+            used, last = spent - had * step, answer.max_tokens
+            already = ended((used + before) * per_second, had, last)
+            if already == 1.0:
                 continue
-            if by == (True, False):
-                worst = _late_share((used + after) * per_second, had, most, longer)
-            elif by == (False, True):
-                worst = _late_share((slower_used + before) * slower_per_second, had, most, longer)
-            found += worst - already
+            if by == BY_PROMPT:
+                needed = (used + after) * per_second
+            elif by == BY_ANSWER:
+                needed = (slower_used + before) * slower_per_second
+            found += ended(needed, had, last) - already
+            if found * stride > most:
+                break
         at.late[by] = found = found * stride
         return found
 
 
 def _outlooks(
     engines: Sequence[Candidate], now: float, patience: float
-) -> tuple[list[float], list[float], list[float]]:
-    """Of each engine: seconds of its work, less what it need not compute; seconds to each token of
-    its answers; and *patience* times the former with its answers."""
-    work, paces, alone = list[float](), list[float](), list[float]()
+) -> tuple[Candidate, Candidate, list[Candidate]]:
+    """Of engines, the first of equals: that with the fewest seconds of work, less what it need not
+    compute; that with the fewest where answers count, too, and a second for *patience* of them; and
+    the two whose answers take the least time for each token."""
+    soonest = idlest = engines[0]
+    steadiest: list[Candidate] = []
+    least = fewest = fast = slow = math.inf
     for one in engines:
         load, held = one.load, one.held_tokens
         if now >= load.outlook_until:
             load.look_ahead(now)
         seconds, pace = load.outlook
         if load.waiting:
-            seconds = max(seconds, load.queued + load.waiting_seconds)
+            queued = load.queued + load.waiting_seconds
+            seconds = queued if queued > seconds else seconds
         if held:
             seconds -= load.speed.prefill_seconds(held, 0, False)
-        work.append(seconds)
-        paces.append(pace)
-        alone.append(len(load.answers) + patience * seconds)
-    return work, paces, alone
-
-
-def _late_share(needed: float, had: int, most: int, longer: Mapping[int, float]) -> float:
-    """Share of answers of *had* tokens so far, and *most* at most, that end before they have those
-    *needed* to keep the limit. longer: share of all answers that are, by bins."""
-    if needed <= had:
-        return 0.0
-    if needed > most or needed >= MOST_BINNED:
-        return 1.0
-    among = longer[bins[had]] if had < MOST_BINNED else 0.0
-    return 1.0 - longer[bins[int(needed)]] / among if among > 0.0 else 0.0
+        if seconds < least:
+            least, soonest = seconds, one
+        alone = len(load.answers) + patience * seconds
+        if alone < fewest:
+            fewest, idlest = alone, one
+        if pace < fast:
+            slow, fast, steadiest = fast, pace, [one, *steadiest[:1]]
+        elif pace < slow:
+            slow, steadiest = pace, [steadiest[0], one]
+    return soonest, idlest, steadiest
 
 
 def _ramp(share: float) -> float:
     """How likely a limit is missed of which *share* is expected to be needed."""
-    return min(1.0, max(0.0, (share - RISKY) / (MISSED - RISKY)))
+    if share >= MISSED:
+        return 1.0
+    return (share - RISKY) / (MISSED - RISKY) if share > RISKY else 0.0

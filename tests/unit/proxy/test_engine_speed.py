@@ -15,43 +15,56 @@ def test_one_stall_does_not_make_a_slow_engine() -> None:
     assert model.predict((1.0, 0.0, 0.0)) < 0.012
 
 
+def longer(lengths: Lengths, tokens: int) -> float:
+    """Share of answers that have *tokens* at least."""
+    return 1.0 - lengths.ended(tokens, 0, MOST_BINNED)
+
+
 def test_lengths_tell_how_many_answers_are_longer() -> None:
     lengths = Lengths()
-    assert set(lengths.longer.values()) == {1.0}
+    assert lengths.ended(999.0, 1, 1000) == 0.0 < lengths.ended(1001.0, 1, 1000) == 1.0
     for tokens in (10, 100, 1000, 10) * 25:
         lengths.add(tokens)
-    shares = [lengths.longer[bins[tokens]] for tokens in (1, 50, 500, 5000)]
+    shares = [longer(lengths, tokens) for tokens in (1, 50, 500, 5000)]
     assert shares == pytest.approx([1.0, 0.5, 0.25, 0.0], abs=0.05)
     assert lengths.mean == pytest.approx(280, rel=0.1)
     for tokens in (20, 2000) * 30_000:  # so many that weights begin anew
         lengths.add(tokens)
-    shares = [lengths.longer[bins[tokens]] for tokens in (1, 200, 5000)]
+    shares = [longer(lengths, tokens) for tokens in (1, 200, 5000)]
     assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.05)
     assert lengths.mean == pytest.approx(1010, rel=0.05)
 
 
-@given(st.lists(st.integers(1, 2 * MOST_BINNED), min_size=1, max_size=30))
-def test_shares_are_those_of_all_longer_answers(answers: list[int]) -> None:
-    """Each bin's, added up anew; asked for between the answers, too."""
+within = st.integers(1, MOST_BINNED - 1)
+
+
+@given(
+    st.lists(st.integers(1, 2 * MOST_BINNED), min_size=1, max_size=30),
+    st.lists(st.tuples(within, within), min_size=1, max_size=9),
+)
+def test_shares_are_those_of_all_longer_answers(
+    answers: list[int], asked: list[tuple[int, int]]
+) -> None:
+    """Each added up anew; asked for between the answers, too."""
     lengths = Lengths()
     for tokens in answers:
         lengths.add(tokens)
-        counts, longer = lengths._counts, lengths.longer
-        for idx, own in enumerate(counts):
-            more = sum(counts[idx:]) - own / 2
-            assert longer[idx] == pytest.approx(more / sum(counts))
-        assert longer is lengths.longer
+        counts = lengths._counts
+        for had, needed in map(sorted, asked):
+            among, more = (sum(counts[idx:]) - counts[idx] / 2 for idx in (bins[had], bins[needed]))
+            expected = 1.0 - more / among if needed > had and among > 0.0 else 0.0
+            assert lengths.ended(needed, had, MOST_BINNED) == pytest.approx(expected)
 
 
 def test_an_answer_may_be_a_third_longer_or_shorter_though_all_were_alike() -> None:
     lengths = Lengths()
     for _ in range(200):
         lengths.add(256)
-    shares = [lengths.longer[bins[tokens]] for tokens in (160, 200, 256, 320, 400)]
+    shares = [longer(lengths, tokens) for tokens in (160, 200, 256, 320, 400)]
     assert shares == sorted(shares, reverse=True)
     assert (shares[0], shares[2], shares[4]) == pytest.approx((1.0, 0.5, 0.0))
     assert 0.7 < shares[1] < 0.98
     assert lengths.mean == pytest.approx(256)
     for tokens in (1, MOST_BINNED) * 200:
         lengths.add(tokens)
-    assert lengths.longer[bins[256]] == pytest.approx(0.5, abs=0.1)
+    assert longer(lengths, 256) == pytest.approx(0.55, abs=0.1)
