@@ -299,7 +299,7 @@ def test_a_slot_that_was_used_again_is_noticed(
 ) -> None:
     def use_again(slot: int) -> None:
         pair.prefill.gathering.words[0, slot] = 0
-        pair.prefill.gathering._memory[0].fill_(255)
+        pair.prefill.gathering.slot(pair.packer._place, slot).fill_(255)
 
     at_first_read(monkeypatch, use_again)
     assert pair.load("r", OWN, THEIRS) < NUM_BYTES
