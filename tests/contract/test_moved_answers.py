@@ -44,10 +44,13 @@ def make(folder: Path, restored_step: None) -> Iterator[MakeEngine]:
         one.table.close()
 
 
-def add(engine: Engine, name: str, count: int, most: int, *others: Engine) -> None:
+def add(
+    engine: Engine, name: str, count: int, most: int, *others: Engine, is_known: bool = False
+) -> None:
     """A request that goes on with so many tokens of the answer."""
     params = {
         "answer_token_ids": whole_answer()[:count],
+        "answer_is_known": is_known,
         "reuse_from": [one.place for one in others],
     }
     engine.core.add(request_of(name, PROMPT, params, max_tokens=most))
@@ -58,9 +61,9 @@ def offered(make: MakeEngine, *, is_async: bool) -> Engine:
     owner = make(is_async=is_async)
     owner.core.add(request_of("old", PROMPT, max_tokens=MOST))
     turn_until(owner.core, lambda: len(owner.core.answer("old").tokens) >= SO_FAR)
-    add(owner, "again", SO_FAR, SO_FAR + 1)
+    add(owner, "again", SO_FAR, SO_FAR + 1, is_known=True)
     turn_until(owner.core, lambda: "again" not in owner.core.scheduler.requests)
-    assert owner.core.answer("again").tokens == whole_answer()[: SO_FAR + 1]
+    assert owner.core.answer("again").tokens == whole_answer()[SO_FAR : SO_FAR + 1]
     # All but the last block was there.
     assert len(owner.core.worker.computed["again"]) <= BLOCK + 1
     assert "old" in owner.core.scheduler.requests

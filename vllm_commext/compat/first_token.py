@@ -33,7 +33,7 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
-from vllm_commext.nixl.wire.params import is_for_decode, params_of
+from vllm_commext.nixl.wire.params import is_for_decode, is_known, params_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,7 +127,8 @@ class FirstTokens:
             can_send = _may_begin(core.scheduler, request)
             self._source.note_first_token(request, way if can_send else FirstToken.ENGINE)
             if can_send:
-                send(core, request, tokens)
+                known = way is FirstToken.RESUMED and is_known(params_of(request))
+                send(core, request, tokens, is_known=known)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
@@ -156,9 +157,15 @@ def _is_loading(scheduler: Any, request: Request) -> bool:
     )
 
 
-def send(core: Any, request: Request, tokens: list[int]) -> None:
-    """Let a request that may begin have generated ``tokens``, and tell its client."""
+def send(core: Any, request: Request, tokens: list[int], *, is_known: bool = False) -> None:
+    """Let a request that may begin have generated ``tokens``, and tell its client, which may know
+    them unless they end the answer."""
     scheduler, before = core.scheduler, request.status
+    request.append_output_token_ids(tokens)
+    has_ended = check_stop(request, scheduler.max_model_len)
+    if is_known and not has_ended:
+        _continue_prompt(request)
+        return
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)
     stats = request.take_prefill_stats()
@@ -166,8 +173,7 @@ def send(core: Any, request: Request, tokens: list[int]) -> None:
         num_prompt = request.num_prompt_tokens
         num_read = num_prompt if is_for_decode(params_of(request)) else 0
         stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_read)
-    request.append_output_token_ids(tokens)
-    if check_stop(request, scheduler.max_model_len):
+    if has_ended:
         # The scheduler ends what it does not know to have ended.
         status, request.status = request.status, before
         scheduler.finish_requests(request.request_id, status)

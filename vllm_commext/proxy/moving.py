@@ -28,7 +28,7 @@ from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome, ProxyError
 from vllm_commext.proxy.response import Opened, failures_of
 from vllm_commext.proxy.resume import MAX_RESUMES, Resume
-from vllm_commext.proxy.transcript import Transcript
+from vllm_commext.proxy.transcript import KNOWN, Transcript, told
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -157,7 +157,7 @@ class Mover:
             return ()
         engine = old.engine
         try:
-            result, _ = await self._repeated(
+            result, _ = await self._computed(
                 lambda changes: self._steps.repeat(self._attempts, engine, changes),
                 may_begin_anew=False,
             )
@@ -173,35 +173,59 @@ class Mover:
         """Have another engine cache what the answer is to go on from, which engines at *places*
         have on offer; why the stream stays all the same, or None."""
         attempts = self._attempts
-        own = attempts.body.get("kv_transfer_params") or {}
-        named = {"kv_transfer_params": {**own, "reuse_from": places}} if places else {}
-        result, engine = await self._repeated(
-            lambda changes: self._steps.second_step(attempts, outcome, {**changes, **named}),
+        result, engine = await self._computed(
+            lambda changes: self._steps.second_step(attempts, outcome, changes),
             may_begin_anew=self._may_begin_anew(),
+            places=places,
         )
         if engine is not None:
             attempts.prefilled, now = None, time.monotonic()
             attempts.plan = Plan(decode=engine, first_token_at=now)
         return None if result is Resume.RESUMED else result
 
-    async def _repeated(
-        self, ask: Callable[[Mapping[str, Any]], Awaitable[Opened]], *, may_begin_anew: bool
+    async def _computed(
+        self,
+        ask: Callable[[Mapping[str, Any]], Awaitable[Opened]],
+        *,
+        may_begin_anew: bool,
+        places: Sequence[SideChannelFields] = (),
     ) -> tuple[Resume | None, Engine | None]:
-        """Have an engine that is asked so repeat what the client has, and one token more; whether
-        the stream could go on there, and which engine that is, if one was asked."""
+        """Have an engine compute what the client has, unless its cache has that, and one token
+        more; whether the stream could go on there, and which engine that is, if one was asked.
+
+        *ask* takes changes of the body. The answer is not told again: the engine would make text of
+        it, for which all its streams wait.
+        """
         attempts, transcript = self._attempts, self._attempts.transcript
         if transcript is None or transcript.settle() is not None:
             return attempts.staying(), None
-        trial = transcript.trial()
         names = [name for name in LENGTHS if name in attempts.body] or ["max_tokens"]
-        opened = await ask(dict.fromkeys(names, transcript.num_tokens + 1))
+        params = {**(attempts.body.get("kv_transfer_params") or {}), KNOWN: True}
+        if places:
+            params["reuse_from"] = places
+        lengths = dict.fromkeys(names, transcript.num_tokens + 1)
+        opened = await ask({**lengths, "kv_transfer_params": params})
         try:
-            result = await self._caught_up(opened, trial, may_begin_anew=may_begin_anew)
-            while result is Resume.RESUMED and await self._read(opened):
-                pass
+            result = await self._ended(opened, transcript.num_tokens, may_begin_anew)
         finally:
             opened.close()
         return result, opened.engine
+
+    async def _ended(self, opened: Opened, num_known: int, may_begin_anew: bool) -> Resume:
+        """Read an answer to its end; whether the engine has gone on after *num_known* tokens, which
+        one that has not heard of `KNOWN` repeats at once."""
+        events, cutter, count = opened.first, opened.cutter, 0
+        while cutter is not None:
+            more, has_ended = told(events)
+            count += more
+            if has_ended is not False:
+                return Resume.RESUMED if has_ended else Resume.FAILED
+            if 0 < count < num_known and not may_begin_anew:
+                return Resume.ANEW
+            if not (piece := await self._read(opened)):
+                break
+            events = cutter.feed(piece)
+        return Resume.FAILED
 
     async def _answer_beside(self) -> None:
         """Have the other engine tell as much as the client has, who goes on meanwhile. Where it

@@ -13,7 +13,7 @@ from vllm_commext.drain import LEAVING
 from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.relay import seconds_to_next
 from vllm_commext.proxy.resume import Resume
-from vllm_commext.proxy.transcript import ANSWER
+from vllm_commext.proxy.transcript import ANSWER, KNOWN
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -47,14 +47,15 @@ class Told:
 
 class Engines:
     """Behaviour of two decode engines. The first one says two tokens, and the rest once it is let
-    go; the other one repeats what it is told, or begins anew with *answer* in events of one token,
-    and so does the first one where it is asked for what it is saying.
+    go; the other one repeats what it is told, unless it *hears* that this is known, or begins anew
+    with *answer* in events of one token, and so does the first one where it is asked for what it is
+    saying.
     """
 
     def __init__(self, path: str, answer: Sequence[tuple[int, str]] = ANSWERED) -> None:
         self.path, self.answer = path, answer
         self.release = asyncio.Event()
-        self.goes_on = self.repeats = True
+        self.goes_on = self.repeats = self.hears = True
         self.num_repeated = 0
 
     async def fails(self, call: Any) -> None:
@@ -73,10 +74,12 @@ class Engines:
         await call.end_stream()
 
     async def second(self, call: Any) -> None:
-        begun = call.body["kv_transfer_params"][ANSWER]
-        count = len(begun) if self.goes_on else 1
+        params = call.body["kv_transfer_params"]
+        count = len(params[ANSWER]) if self.goes_on else 1
         most = call.body.get("max_tokens", len(self.answer))
-        cuts = [self.answer[:count], *([one] for one in self.answer[count:most])]
+        is_told = not (self.goes_on and self.hears and params.get(KNOWN))
+        cuts = [self.answer[:count]] * is_told
+        cuts += [[one] for one in self.answer[count:most]]
         await call.begin_stream()
         for number, cut in enumerate(cuts, 1):
             await asyncio.sleep(0 if self.goes_on else 0.05)
@@ -124,13 +127,14 @@ async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "begins anew"])
+@pytest.mark.parametrize("way", ["goes on", "repeats all", "begins anew"])
 @pytest.mark.parametrize("ahead", AHEAD)
 async def test_a_stream_leaves_an_engine_that_drains(
-    kit: Any, path: str, goes_on: bool, ahead: str
+    kit: Any, path: str, way: str, ahead: str
 ) -> None:
     engines = Engines(path)
-    engines.goes_on = goes_on
+    engines.goes_on = goes_on = way != "begins anew"
+    engines.hears = way != "repeats all"
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, ahead)
         places = list(cluster.proxy.decode_pool.engines[0].capabilities.offers)
@@ -145,15 +149,16 @@ async def test_a_stream_leaves_an_engine_that_drains(
         params = [call.body["kv_transfer_params"] for call in second.calls]
         most = [call.body.get("max_tokens") for call in second.calls]
         told = {ANSWER: [1, 2]}
+        known = {**told, KNOWN: True}
         is_read = ahead == READ and goes_on
         given = {"reuse_from": places} if is_read else kit.kv_params
         if ahead == NOTHING:
             assert (params, most) == ([{**kit.kv_params, **told}], [None])
         else:
-            assert (params, most) == ([{**given, **told}, told], [3, None])
+            assert (params, most) == ([{**given, **known}, told], [3, None])
         assert len(cluster.prefill[0].calls) == (1 if is_read else 2)
         asked = [call for call in first.calls if is_repeated(call)]
-        assert [call.body["kv_transfer_params"] for call in asked] == [told] * (ahead == READ)
+        assert [call.body["kv_transfer_params"] for call in asked] == [known] * (ahead == READ)
         assert [call.body["max_tokens"] for call in asked] == [3] * (ahead == READ)
         page = await cluster.metrics()
         assert "commext_proxy_move_pause_seconds_count 1.0" in page
@@ -209,7 +214,8 @@ async def test_an_engine_that_offers_nothing_after_all_is_read_from_nowhere(kit:
         got = Told(await drained(cluster, engines, {}, Resume.RESUMED))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
         warming, _ = cluster.decode[1].calls
-        assert warming.body["kv_transfer_params"] == {**kit.kv_params, ANSWER: [1, 2]}
+        known = {ANSWER: [1, 2], KNOWN: True}
+        assert warming.body["kv_transfer_params"] == {**kit.kv_params, **known}
         assert len(cluster.prefill[0].calls) == 2
 
 
