@@ -56,6 +56,12 @@ def test_pieces_of_a_part_lie_apart_and_aligned(lengths: list[int]) -> None:
     assert max(taken) < end == sum(-(-length // ALIGNMENT) * ALIGNMENT for length in lengths)
 
 
+@given(st.integers(1, 5), st.integers(1, 1 << 40))
+def test_pieces_of_one_length(count: int, length: int) -> None:
+    size = -(-length // ALIGNMENT) * ALIGNMENT
+    assert begins_of(array([length] * count)).tolist() == [size * one for one in range(count + 1)]
+
+
 def test_words_differ_and_none_is_that_of_nothing() -> None:
     words = [word_of(ticket, part) for ticket in (1, 2, MAX_TICKET - 1) for part in (0, 1, 1023)]
     assert len(set(words)) == len(words)

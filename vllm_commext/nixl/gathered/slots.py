@@ -42,6 +42,8 @@ def split_level(word: int) -> tuple[int, int]:
 def begins_of(lengths: Int64Array) -> Int64Array:
     """Where pieces of these lengths begin if they lie one behind the other, and where the last one
     ends: ``[n + 1]``."""
+    if len(lengths) and lengths.min() == lengths.max():
+        return np.arange(len(lengths) + 1) * (-(-int(lengths[0]) // ALIGNMENT) * ALIGNMENT)
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum((lengths + (ALIGNMENT - 1)) & -ALIGNMENT, out=begins[1:])
     return begins
@@ -73,13 +75,13 @@ class Descriptors:
 
     def __init__(self, places: Places, sections: Sequence[Section]) -> None:
         self._places = places
-        rows = [
-            (cell, one.remote.cells_per_row, one.remote.cells_per_block)
+        sizes = [
+            one.remote.rows_per_block
             for one in sections
-            for _ in range(one.num_lanes)
-            for cell in range(one.remote.cells_per_row)
+            for _ in range(one.num_lanes * one.remote.cells_per_row)
         ]
-        self._rows = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        self._rows_per_block = np.array(sizes, dtype=np.int64)
+        self._has_rows_of_blocks = set(sizes) == {1}
         ends = (one.remote_offset + one.num_lanes * one.remote.num_cells for one in sections)
         self._count = max(ends, default=0)
 
@@ -93,9 +95,9 @@ class Descriptors:
             raise ProtocolError(f"expected descriptors 0 to {self._count - 1}, and at least one")
         places = self._places
         row, number = places.find(indices)
-        cell, per_row, per_block = self._rows[:, row]
+        block = number if self._has_rows_of_blocks else number // self._rows_per_block[row]
         address = places.addresses[row] + number * places.strides[row]
-        return (number * per_row + cell) // per_block, address, places.lengths[row]
+        return block, address, places.lengths[row]
 
 
 def digest_of(rows: UInt64Array) -> bytes:

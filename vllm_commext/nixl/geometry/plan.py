@@ -219,12 +219,13 @@ def _cells_at(grid: Grid, blocks: _Held, first: int, end: int) -> Int64Array:
 
 def _indices(parts: Sequence[tuple[Grid, int, int, Int64Array]]) -> Int32Array:
     """Descriptor indices of cells in every lane, lane after lane."""
-    found = [np.empty(0, dtype=np.int64)]
+    found = [np.empty(0, dtype=np.int32)]
     for grid, offset, num_lanes, cells in parts:
         row, cell = np.divmod(cells, grid.cells_per_row)
-        lanes = offset + np.arange(num_lanes, dtype=np.int64) * grid.num_cells
-        found.append((lanes[:, None] + (cell * grid.num_rows + row)[None, :]).ravel())
-    return np.concatenate(found).astype(np.int32)
+        within = (cell * grid.num_rows + row).astype(np.int32)
+        lanes = offset + np.arange(num_lanes, dtype=np.int32) * np.int32(grid.num_cells)
+        found.append((lanes[:, None] + within[None, :]).ravel())
+    return np.concatenate(found)
 
 
 def _checked_ids(

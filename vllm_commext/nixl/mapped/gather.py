@@ -89,18 +89,21 @@ class Places:
         addresses: of that descriptor.
         lengths: bytes of each descriptor of the row.
         strides: bytes between neighbours in the row.
+        row_size: descriptors of each row, 0 where rows differ.
     """
 
     starts: Int64Array
     addresses: Int64Array
     lengths: Int64Array
     strides: Int64Array
+    row_size: int
 
     @classmethod
     def of(cls, rows: UInt64Array) -> Places:
         """Of ``[n, 5]`` strided descriptors."""
         address, length, _, stride, count = rows.astype(np.int64).T
-        return cls(np.cumsum(count) - count, address, length, stride)
+        row_size = int(count[0]) if len(count) and count.min() == count.max() else 0
+        return cls(np.cumsum(count) - count, address, length, stride, row_size)
 
     @property
     def has_gaps(self) -> bool:
@@ -109,7 +112,11 @@ class Places:
 
     def find(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
         """The row of each of these descriptors, and its number in there."""
-        row = np.searchsorted(self.starts, indices, side="right") - 1
+        if self.row_size:
+            numbers = indices.astype(np.int64)
+            row = numbers // self.row_size
+            return row, numbers - row * self.row_size
+        row = self.starts.searchsorted(indices, side="right") - 1
         return row, indices - self.starts[row]
 
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
