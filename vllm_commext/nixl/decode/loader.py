@@ -25,6 +25,10 @@ from vllm_commext.nixl.wire.client import SideChannelClient
 from vllm_commext.nixl.wire.description import WorkerDescription
 from vllm_commext.nixl.wire.seal import read_secret
 
+BUSY_SECONDS = 5e-4
+"""Reads are looked at without a pause for as long, if they move on: the engine's thread may want
+the interpreter."""
+
 
 class Loader:
     """Runs one worker's loads.  Owned by one thread.
@@ -84,7 +88,7 @@ class Loader:
         self._serve_waiting()
         self.uses.keep_alive.send_due()
         self.uses.release_due()
-        has_progressed = self.poll_reads() or bool(ended)
+        has_progressed = self._go_on_reading() or bool(ended)
         has_progressed = has_progressed or self.streams.num_moves > num_moves
         self._go_on_probing()
         return has_progressed
@@ -264,6 +268,13 @@ class Loader:
         if self._config.require_fence:
             raise ProtocolError(text)
         self._log.warning("fence", f"request {part.use.request_id}: {text}")
+
+    def _go_on_reading(self) -> bool:
+        """Look at the reads under way as long as any moves on; whether any has."""
+        end, num_moves = time.monotonic() + BUSY_SECONDS, self._reads.num_moves
+        while self.poll_reads() and time.monotonic() < end:
+            pass
+        return self._reads.num_moves > num_moves
 
     def poll_reads(self) -> bool:
         """One look at the reads under way; whether any has moved on."""
