@@ -2,13 +2,16 @@
 through NIXL, in parts that the prefill workers pack, and through a mapping of their memory.
 
     python benchmarks/gathered.py --out OUT [--seconds 80] [--p-gpus 1 2] [--thread-blocks 32 64]
+        [--slots 8x64 4x128] [--set nixl.decode.loader.BUSY_SECONDS=1e-3]
 
 Two prefill workers, the ranks of TP 2, are processes on GPU 1, or on GPUs of their own with
 ``--p-gpus 1 2``; a decode worker, TP 1, is this process on GPU 0. A time is from handing a load to
 the decode worker's thread to its end, fence included; medians, beside one plain copy of the same
 bytes. Every way has to bring the same bytes. Of the last gathered load of each way, a table says
 when each part was asked for, packed, read and unpacked. ``--thread-blocks`` has the kernel take so
-many multiprocessors, too, alone on one GPU and in gathered reads.
+many multiprocessors, too, alone on one GPU and in gathered reads; ``--slots`` has gathered reads
+with so many slots of so many MiB, too. ``--set`` gives constants of the package other values, in
+all processes.
 The 8B-shaped model has 32 layers, 8 KV heads and blocks of 16 tokens; the hybrid 36 layers with
 states of 1.5 MiB and four with attention.  With ``--device cpu`` everything is small and only shown
 to run.
@@ -39,6 +42,7 @@ from gathers.workers import (
     device_of,
     memory_on,
     serve,
+    set_constants,
 )
 
 from vllm_commext.nixl.gathered import read
@@ -62,10 +66,6 @@ WAYS: dict[str, dict[str, Settings]] = {
         "pieces": PIECES,
         "gathered, 4 x 64 MiB": gathered(4, 64),
         "mapped, kernel": {"mapped_reads": "auto"},
-        "gathered, 4 x 32 MiB": gathered(4, 32),
-        "gathered, 8 x 32 MiB": gathered(8, 32),
-        "gathered, 8 x 16 MiB": gathered(8, 16),
-        "gathered, 8 x 64 MiB": gathered(8, 64),
     },
     "cpu": {
         "pieces": PIECES,
@@ -148,6 +148,7 @@ class Bench:
         p_gpus: of the prefill ranks, in turns.
         ways: settings by name.
         only: what the names of shapes have to contain.
+        constants: see ``set_constants``.
         deadline: begin nothing after this ``time.monotonic``.
     """
 
@@ -157,6 +158,7 @@ class Bench:
         p_gpus: Sequence[int],
         ways: dict[str, Settings],
         only: str,
+        constants: Sequence[str],
         out: Path,
         deadline: float,
     ) -> None:
@@ -171,7 +173,7 @@ class Bench:
         self._pipes: list[Any] = []
         for rank in range(P_TP):
             ours, theirs = context.Pipe()
-            told = kind, p_gpus[rank % len(p_gpus)], rank, theirs
+            told = kind, p_gpus[rank % len(p_gpus)], rank, constants, theirs
             context.Process(target=serve, args=told, daemon=True).start()
             self._pipes.append(ours)
         self._memory = memory_on(device_of(kind, 0), SHAPES[kind], 1)
@@ -293,8 +295,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--p-gpus", type=int, nargs="+", default=[1], help="of the prefill ranks")
     parser.add_argument("--thread-blocks", type=int, nargs="*", default=[], help="of the kernel")
+    parser.add_argument("--slots", nargs="*", default=[], help="number, x, MiB of each")
+    parser.add_argument("--set", nargs="*", default=[], help="module.NAME=number, in vllm_commext")
     parser.add_argument("--only", default="", help="shapes with this in their name")
     args = parser.parse_args()
+    set_constants(args.set)
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     ways = dict(WAYS[args.device])
@@ -303,10 +308,14 @@ def main() -> None:
     elif args.thread_blocks:
         alone = [packing(count) for count in (NUM_BLOCKS, *args.thread_blocks)]
         (args.out / "packing.json").write_text(json.dumps(alone))
+    for text in args.slots:
+        slots, slot_mib = map(int, text.split("x"))
+        few = {"gather_min_pieces": 1} if args.device == "cpu" else {}
+        ways[f"gathered, {slots} x {slot_mib} MiB"] = {**gathered(slots, slot_mib), **few}
     for count in args.thread_blocks:
         name = f"gathered, 4 x 64 MiB, {count} thread blocks"
         ways[name] = {**gathered(4, 64), "thread_blocks": count}
-    Bench(args.device, args.p_gpus, ways, args.only, args.out, deadline).run()
+    Bench(args.device, args.p_gpus, ways, args.only, args.set, args.out, deadline).run()
     os._exit(0)
 
 

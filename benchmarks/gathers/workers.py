@@ -1,6 +1,7 @@
 """Workers of the connector's, without engines: two that are read, the ranks of TP 2, and one that
 reads."""
 
+import importlib
 import os
 import threading
 import time
@@ -131,9 +132,19 @@ def memory_on(device: torch.device, shapes: Sequence[Shape], tp_size: int) -> to
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def serve(kind: str, gpu: int, tp_rank: int, pipe: Connection) -> None:
+def set_constants(texts: Sequence[str]) -> None:
+    """Give constants of the package other values, each as ``module.NAME=number``."""
+    for text in texts:
+        name, _, value = text.partition("=")
+        module, _, constant = name.rpartition(".")
+        owner = importlib.import_module(f"vllm_commext.{module}")
+        setattr(owner, constant, type(getattr(owner, constant))(value))
+
+
+def serve(kind: str, gpu: int, tp_rank: int, constants: Sequence[str], pipe: Connection) -> None:
     """A prefill rank: for each shape and settings that it is told, a worker that holds prefills;
     told nothing, it says what it has packed since, and when; told None, it ends."""
+    set_constants(constants)
     device, shapes = device_of(kind, gpu), SHAPES[kind]
     memory = memory_on(device, shapes, P_TP)
     torch.manual_seed(tp_rank)
