@@ -20,11 +20,10 @@ COLUMNS = {
     "packed": "P packed",
     "PACKED": "seen",
     "READING": "read",
-    "PROVING": "was read",
-    "UNPACKING": "unpack",
+    "UNPACKING": "was read",
     "HERE": "here",
 }
-BUSY = (("packing", "packed"), ("READING", "PROVING"), ("UNPACKING", "HERE"))
+BUSY = (("packing", "packed"), ("READING", "UNPACKING"), ("UNPACKING", "HERE"))
 
 
 class Timeline:

@@ -1,6 +1,7 @@
 """Gathered reads between real agents: what is packed, read and unpacked is every byte that reads in
 pieces bring, and whatever goes wrong, the pieces are read."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +98,8 @@ class Pair:
         """Nothing is packed any more, and no slot is in use on either side."""
         wait_until(lambda: not len(self.packer), "the tickets to end")
         assert not any(self.words)
-        assert sorted(self.decode.gathering._incoming._free) == [0, 1]
+        incoming = self.decode.gathering._incoming
+        assert sorted(incoming._free) == list(range(incoming.place.num_slots))
 
 
 @pytest.fixture
@@ -117,7 +119,10 @@ def test_every_byte_goes_through_slots_and_each_part_is_one_descriptor(pair: Pai
     pair.wait_at_rest()
 
 
-def test_loads_side_by_side_share_the_slots(pair: Pair) -> None:
+@pytest.mark.parametrize("slots", [(2, 2), (5, 2), (2, 5), (4, 3)])
+def test_loads_side_by_side_share_the_slots(make_engine: MakeEngine, slots: Any) -> None:
+    """As many as each side has."""
+    pair = Pair(make_engine, {"gather_slots": slots[0]}, gather_slots=slots[1])
     expected, loads = pair.decode.memory, []
     for number in range(6):
         own, theirs = OWN[2 * number : 2 * number + 2], THEIRS[2 * number : 2 * number + 2]
@@ -281,28 +286,43 @@ def test_a_copy_that_fails_ends_the_ticket_and_no_slot_is_lost(
     pair.wait_at_rest()
 
 
-def at_first_read(patch: Patch, step: Callable[[int], None]) -> None:
-    """Do something, given the prefill worker's slot, just before the first slot is read."""
+def at_read(patch: Patch, step: Callable[[int], None], number: int = 0) -> None:
+    """Do something, given the prefill worker's slot, just before the first slot is read, or one
+    that is read later."""
     make_read, called = reader.GatheredReader.make_read, []
 
     def make(self: Any, theirs: int, own: int, num_bytes: int) -> Any:
-        if not called:
-            called.append(theirs)
+        called.append(theirs)
+        if len(called) == number + 1:
             step(theirs)
         return make_read(self, theirs, own, num_bytes)
 
     patch.setattr(reader.GatheredReader, "make_read", make)
 
 
+@pytest.mark.parametrize("number", [0, 7])
 def test_a_slot_that_was_used_again_is_noticed(
-    pair: Pair, monkeypatch: Patch, log_lines: Lines
+    pair: Pair, monkeypatch: Patch, log_lines: Lines, number: int
 ) -> None:
+    """Also the last one, and where a look takes so long that it has been unpacked by then."""
+    unpack, unpacked = read.GatheredRead._unpack, []
+    take, numbers = reader.Words.take, itertools.count()
+
+    def noted(one: Any, part: Any) -> None:
+        if not one._failure:
+            unpacked.append(part.pieces.start // 5)
+        unpack(one, part)
+
+    monkeypatch.setattr(read.GatheredRead, "_unpack", noted)
+    monkeypatch.setattr(reader.Words, "take", lambda one: next(numbers) % 2 and take(one) or None)
+
     def use_again(slot: int) -> None:
         pair.prefill.gathering.words[0, slot] = 0
         pair.prefill.gathering.slot(pair.packer._place, slot).fill_(255)
 
-    at_first_read(monkeypatch, use_again)
+    at_read(monkeypatch, use_again, number)
     assert pair.load("r", OWN, THEIRS) < NUM_BYTES
+    assert number in unpacked
     assert [one for one in log_lines.messages if "used again before it was read" in one]
     pair.wait_at_rest()
     assert pair.load("again", OWN, THEIRS) == NUM_BYTES
@@ -318,7 +338,7 @@ def test_a_lease_that_ends_meanwhile_is_noticed(pair: Pair, monkeypatch: Patch) 
         for row in pair.prefill.memory:
             row[:] = 255
 
-    at_first_read(monkeypatch, end)
+    at_read(monkeypatch, end)
     pair.decode.load(load_of("r", remote, OWN))
     assert pair.decode.outcomes.failed == {"r"}
     assert pair.decode.recorded["failures"] == {"expired": 1}
@@ -456,7 +476,7 @@ def test_a_worker_that_dies_in_the_midst_ends_the_load(
 ) -> None:
     decode = make_engine("d", seed=2, **SLOTS)
     with PeerProcess("p", seed=1, num_computed=8, whole=True, gathers=True) as prefill:
-        at_first_read(monkeypatch, lambda _: prefill.kill())
+        at_read(monkeypatch, lambda _: prefill.kill())
         remote = replace(prefill.remote("x", [], **STREAM), block_ids=(), num_tokens=128)
         decode.load(load_of("r", remote, list(range(8))))
         assert decode.outcomes.failed == {"r"}
@@ -469,7 +489,7 @@ def test_a_worker_that_stands_still_is_late_and_every_slot_comes_back(
 ) -> None:
     decode = make_engine("d", seed=2, transfer_timeout=1.0, **SLOTS)
     with PeerProcess("p", seed=1, num_computed=8, gathers=True) as prefill:
-        at_first_read(monkeypatch, lambda _: prefill.stop())
+        at_read(monkeypatch, lambda _: prefill.stop())
         remote = replace(prefill.remote("x", [], **STREAM), block_ids=(), num_tokens=128)
         decode.thread.submit(load_of("r", remote, list(range(8))))
         decode.wait(lambda: decode.collect().late == {"r"})

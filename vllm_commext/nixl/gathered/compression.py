@@ -8,13 +8,14 @@ is to be done goes on a little at each look, for the thread that looks has more 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
 from vllm_commext.nixl.gathered import exponents
 from vllm_commext.nixl.gathered.staging import Gathering
 from vllm_commext.nixl.geometry.plan import Int64Array
+from vllm_commext.nixl.mapped.gather import Batch
 from vllm_commext.nixl.transport.posting import Posting
 
 LOOK_SECONDS = 10e-3
@@ -86,27 +87,25 @@ def decompress(
     gathering: Gathering,
     source: torch.Tensor,
     level: int,
-    begins: Int64Array,
-    targets: Int64Array,
-    lengths: Int64Array,
+    num_bytes: int,
+    batches: Sequence[Batch],
 ) -> Steps:
     """Spread out a compressed part.
 
     Args:
         source: this worker's slot that it was read into, ``[n]`` uint8.
         level: of its compression.
-        begins: where its pieces are in a slot, and where the last one ends.
-        targets: where they belong.
-        lengths: of the pieces.
+        num_bytes: of it, as it was.
+        batches: copy its pieces from there to where they belong.
     """
     scratch = gathering.scratch
     assert scratch is not None  # it has asked for compressed parts
     yield from scratch.taken()
     try:
-        steps = exponents.decode(source, scratch.memory, int(begins[-1]), level)
+        steps = exponents.decode(source, scratch.memory, num_bytes, level)
         for _ in _on_device(gathering, steps):
             yield False
-        yield from _copied(gathering.copy(scratch.address + begins[:-1], targets, lengths))
+        yield from _copied(gathering.start(batches, scratch.address))
         return level
     finally:
         scratch.give_back()

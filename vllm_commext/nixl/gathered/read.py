@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import NamedTuple
 
@@ -26,9 +27,10 @@ from vllm_commext.nixl.gathered.slots import (
     split_level,
     word_of,
 )
+from vllm_commext.nixl.gathered.staging import copies_of
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.log import RateLimitedLog
-from vllm_commext.nixl.mapped.gather import MAX_PIECES
+from vllm_commext.nixl.mapped.gather import MAX_PIECES, Batch
 from vllm_commext.nixl.transport.posting import Posting, UnderWay
 from vllm_commext.nixl.wire import messages as wire
 
@@ -56,14 +58,11 @@ class Claim(NamedTuple):
 
 
 class _Phase(IntEnum):
-    """Of a part: waits to be packed, is packed, its slot is read, it is to be proven that the slot
-    had it all the while, it is to be unpacked, is unpacked, is here."""
+    """Of a part: waits to be packed, is packed, its slot is read, it is unpacked, is here."""
 
     WAITING = auto()
     PACKED = auto()
     READING = auto()
-    PROVING = auto()
-    PROVEN = auto()
     UNPACKING = auto()
     HERE = auto()
 
@@ -80,6 +79,9 @@ class _Part:
         theirs: the peer's slot that it is in, -1 before that is known.
         own: this worker's slot, -1 while it has none.
         posting: the read of the slot, or its unpacking.
+        batches: its unpacking, the pieces at their distance from where they are read to; empty
+            before that is worked out.
+        is_proven: whether the peer's slot had it until it was read.
     """
 
     word: int
@@ -89,7 +91,9 @@ class _Part:
     level: int = 0
     theirs: int = -1
     own: int = -1
-    posting: Posting | Stepwise | None = None
+    posting: Posting | Stepwise = field(init=False)
+    batches: Sequence[Batch] = ()
+    is_proven: bool = False
 
     @property
     def wire_bytes(self) -> int:
@@ -113,6 +117,14 @@ class GatheredRead:
             _Part(word_of(self._ticket, number), pieces, self._size(pieces))
             for number, pieces in enumerate(cut(self._begins, sizes, MAX_PIECES))
         ]
+        self._waiting = {part.word: part for part in self._parts}
+        self._packed: deque[_Part] = deque()
+        self._reading: deque[_Part] = deque()
+        self._unpacking: deque[_Part] = deque()
+        self._unproven: list[_Part] = []
+        self._num_unproven = len(self._parts)
+        self._unprepared = iter(self._parts)
+        self._num_steps = len(self._parts) * (_Phase.HERE - _Phase.WAITING + 2)
         self._words: Words | None = None
         self._proving: list[_Part] = []
         self._failure = ""
@@ -144,10 +156,9 @@ class GatheredRead:
 
     @property
     def num_open(self) -> int:
-        """See ``UnderWay``; a part counts as many times as there are phases before it."""
-        if self._rest is not None:
-            return self._rest.num_open + (self._words is not None)
-        return sum(_Phase.HERE - part.phase for part in self._parts) + (self._words is not None)
+        """See ``UnderWay``; a part counts as many times as there are steps before it."""
+        num_steps = self._num_steps if self._rest is None else self._rest.num_open
+        return num_steps + (self._words is not None)
 
     def look(self) -> str | None:
         """See ``UnderWay``."""
@@ -158,45 +169,56 @@ class GatheredRead:
         error = "" if self._rest is None else self._rest.look()
         if self.num_open or error is None:
             return None
-        if self._rest is not None:
-            self.num_merged += self._rest.num_merged
+        self._count()
         return error
 
-    def _go_on(self) -> None:
+    def _count(self) -> None:
         for part in self._parts:
-            if part.posting is not None:
-                self._look_at(part, part.posting)
+            if self._is_complete(part):
+                self.num_gathered += int(self._lengths[part.pieces].sum())
+                self.num_saved += part.num_bytes - part.wire_bytes
+        if self._rest is not None:
+            self.num_merged += self._rest.num_merged
+
+    @staticmethod
+    def _is_complete(part: _Part) -> bool:
+        return part.is_proven and part.phase is _Phase.HERE
+
+    def _go_on(self) -> None:
+        """Go on with what has ended, the oldest first; reads are begun before anything is unpacked,
+        as the way here would be idle."""
+        moved = self._moved
+        for part in self._ended(self._unpacking):
+            self._give_back(part)
+            self._move(part, _Phase.HERE)
+        has_read = self._ended(self._reading)
+        self.num_merged += sum(part.posting.num_merged for part in has_read)
+        self._unproven += has_read
         self._look_at_words()
         if time.monotonic() - self._said >= SAY_SECONDS and not self._failure:
             self._say([], ends=False)
-        for step in (self._read_slots, self._unpack):  # as the peer, and the way here, are idle
-            if not self._failure:
-                step()
-        if self._failure and not any(part.posting is not None for part in self._parts):
+        self._read_slots()
+        for part in has_read:
+            self._unpack(part)
+        if self._moved == moved and (part := next(self._unprepared, None)) is not None:
+            self._batches(part)  # while there is time
+        if self._failure and not self._reading and not self._unpacking:
             self._read_rest()
 
-    def _open(self) -> list[_Part]:
-        return [part for part in self._parts if part.phase is not _Phase.HERE]
-
-    def _look_at(self, part: _Part, posting: Posting | Stepwise) -> None:
-        """Go on with a part whose slot is read, or which is unpacked."""
-        error = posting.look()
-        if error is None:
-            return
-        part.posting = None
-        if error:
-            self._fail(error)
-        elif part.phase is _Phase.UNPACKING:
-            self.num_gathered += int(self._lengths[part.pieces].sum())
-            self.num_saved += part.num_bytes - part.wire_bytes
-            self._move(part, _Phase.HERE)
-        else:
-            self.num_merged += posting.num_merged
-            self._move(part, _Phase.PROVING)
-        if part.phase is _Phase.HERE or self._failure:
-            self._give_back(part)
+    def _ended(self, parts: deque[_Part]) -> list[_Part]:
+        """Take those away of which what is posted has ended well."""
+        ended: list[_Part] = []
+        while parts and (error := parts[0].posting.look()) is not None:
+            part = parts.popleft()
+            if error:
+                self._give_back(part)
+                self._fail(error)
+            else:
+                ended.append(part)
+        return ended
 
     def _move(self, part: _Part, phase: _Phase) -> None:
+        self._num_steps -= phase - part.phase
         part.phase, self._moved = phase, time.monotonic()
 
     def _give_back(self, part: _Part) -> None:
@@ -211,17 +233,23 @@ class GatheredRead:
             is_old = self._words is not None and self._words.is_open
             if self._see_words() and is_old:
                 self._see_words()  # what has ended since that look was begun
-            words, is_needed = self._words, any(part.phase < _Phase.PROVEN for part in self._parts)
-            if words is not None and not words.is_open and (self._failure or not is_needed):
+            words, is_needed = self._words, self._num_unproven and not self._failure
+            if words is not None and not words.is_open and not is_needed:
                 self._words = None
                 words.close()
         except Exception as error:  # noqa: BLE001 NIXL raises many types
             self._fail(str(error) or "its words cannot be read")
 
     def _awaits(self) -> bool:
-        """Whether a look would be of use."""
-        phases = (_Phase.WAITING, _Phase.PROVING)
-        return not self._failure and any(part.phase in phases for part in self._parts)
+        """Whether a look would be of use: the peer may have packed what there is a slot for on both
+        sides, or has half of its slots to get back, or the last ones."""
+        if self._failure:
+            return False
+        num_slots, num_read = self._reader.peer.offer.num_slots, len(self._unproven)
+        if self._waiting and not self._packed and len(self._reading) + num_read < num_slots:
+            return True
+        is_last = not (self._waiting or self._packed or self._reading)
+        return num_read > 0 and (is_last or 2 * num_read >= num_slots)
 
     def _see_words(self) -> bool:
         """Begin a look unless one is under way, and judge by what it has found; False where nothing
@@ -232,7 +260,7 @@ class GatheredRead:
         if not self._words.is_open:
             if not self._awaits():
                 return False
-            self._proving = [part for part in self._parts if part.phase is _Phase.PROVING]
+            self._proving = self._unproven[:]
             self._words.begin()
         words = self._words.take()
         if words is not None and not self._failure:
@@ -242,26 +270,38 @@ class GatheredRead:
     def _judge(self, words: list[int], begun: float) -> None:
         """What a look has found: parts that have been packed, and parts that were read and are
         still there."""
-        slots = {word: (slot, level) for slot, (word, level) in enumerate(map(split_level, words))}
-        for part in self._parts:
-            if part.phase is _Phase.WAITING and part.word in slots:
-                part.theirs, part.level = slots[part.word]
-                if part.level > self._max_level(part):
-                    self._fail(f"a part of {part.num_bytes} bytes has level {part.level}")
-                    return
-                self._move(part, _Phase.PACKED)
-        if any(slots.get(part.word) != (part.theirs, part.level) for part in self._proving):
+        for slot, (word, level) in enumerate(map(split_level, words)):
+            part = self._waiting.pop(word, None)
+            if part is None:
+                continue
+            part.theirs, part.level = slot, level
+            self._packed.append(part)
+            self._move(part, _Phase.PACKED)
+            if level > self._max_level(part):
+                self._fail(f"a part of {part.num_bytes} bytes has level {level}")
+                return
+        if any(
+            split_level(words[part.theirs]) != (part.word, part.level) for part in self._proving
+        ):
             self._fail("a slot was used again before it was read")
             return
-        for part in self._proving:
-            self._move(part, _Phase.PROVEN)
         if self._proving:
-            taken = [part.word & (1 << PART_BITS) - 1 for part in self._proving]
-            self._say(taken, ends=all(part.phase >= _Phase.PROVEN for part in self._parts))
+            self._take_proven()
             return
         patience = LONG_PATIENCE_SECONDS if self._compresses else PATIENCE_SECONDS
         if begun - self._moved >= patience and self._waits_in_vain():
             self._fail("nothing came")
+
+    def _take_proven(self) -> None:
+        """The peer may have the slots of what was looked for."""
+        for part in self._proving:
+            part.is_proven = True
+        self._num_steps -= len(self._proving)
+        self._num_unproven -= len(self._proving)
+        self._moved = time.monotonic()
+        self._unproven = [part for part in self._unproven if not part.is_proven]
+        taken = [part.word & (1 << PART_BITS) - 1 for part in self._proving]
+        self._say(taken, ends=not self._num_unproven)
 
     def _max_level(self, part: _Part) -> int:
         return max_level(num_blocks(part.num_bytes)) if self._compresses else 0
@@ -270,7 +310,7 @@ class GatheredRead:
         """Whether nothing is under way but what the peer is to pack.  What this thread did else for
         long, or a look that took long, says nothing of the peer: what counts is that a look that
         was begun after all that has found nothing."""
-        return all(part.phase in (_Phase.WAITING, _Phase.HERE) for part in self._parts)
+        return not (self._packed or self._reading or self._unpacking or self._unproven)
 
     def _say(self, taken: list[int], *, ends: bool) -> None:
         self._said = time.monotonic()
@@ -279,20 +319,15 @@ class GatheredRead:
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer forgets in time
             self._fail(str(error))
 
-    @property
-    def _num_reading(self) -> int:
-        return sum(part.phase is _Phase.READING for part in self._parts)
-
     def _read_slots(self) -> None:
         """Read the slots that have been packed, as far as there are slots here."""
-        for part in self._parts:
-            if part.phase is not _Phase.PACKED:
-                continue
-            if self._compresses and self._num_reading >= MAX_READING:
+        while self._packed and not self._failure:
+            if self._compresses and len(self._reading) >= MAX_READING:
                 return
             own = self._reader.incoming.take()
             if own is None:
                 return
+            part = self._packed.popleft()
             part.own = own
             try:
                 read = self._reader.make_read(part.theirs, own, part.wire_bytes)
@@ -301,29 +336,39 @@ class GatheredRead:
                 self._give_back(part)
                 self._fail(str(error))
                 return
+            self._reading.append(part)
             self._move(part, _Phase.READING)
 
-    def _unpack(self) -> None:
-        """Unpack what is proven."""
-        reader = self._reader
-        for part in self._parts:
-            if part.phase is not _Phase.PROVEN:
-                continue
-            pieces, place = part.pieces, reader.incoming.place
-            begins = self._begins[pieces.start : pieces.stop + 1] - self._begins[pieces.start]
-            pieces_here = reader.local.at(self._pairs.local[pieces])
-            try:
-                if part.level:
-                    slot, gathering = reader.gathering.slot(place, part.own), reader.gathering
-                    steps = decompress(gathering, slot, part.level, begins, *pieces_here)
-                    part.posting = Stepwise(steps)
-                else:
-                    sources = place.slot(part.own) + begins[:-1]
-                    part.posting = reader.gathering.copy(sources, *pieces_here)
-            except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
-                self._fail(str(error))
-                return
-            self._move(part, _Phase.UNPACKING)
+    def _unpack(self, part: _Part) -> None:
+        """Unpack what was read; whether it was there is proven meanwhile."""
+        if self._failure:
+            self._give_back(part)
+            return
+        gathering, place = self._reader.gathering, self._reader.incoming.place
+        try:
+            batches = self._batches(part)
+            if part.level:
+                slot = gathering.slot(place, part.own)
+                steps = decompress(gathering, slot, part.level, part.num_bytes, batches)
+                part.posting = Stepwise(steps)
+            else:
+                part.posting = gathering.start(batches, place.slot(part.own))
+        except Exception as error:  # noqa: BLE001 whatever it is, there is NIXL
+            self._give_back(part)
+            self._fail(str(error))
+            return
+        self._unpacking.append(part)
+        self._move(part, _Phase.UNPACKING)
+
+    def _batches(self, part: _Part) -> Sequence[Batch]:
+        """What unpacks it."""
+        if not part.batches:
+            pieces = part.pieces
+            begins = self._begins[pieces] - self._begins[pieces.start]
+            targets, lengths = self._reader.local.at(self._pairs.local[pieces])
+            part.batches = copies_of(begins, targets, lengths)
+            self._num_steps -= 1
+        return part.batches
 
     def _fail(self, reason: str) -> None:
         """The rest is to be read in pieces, when nothing else is under way."""
@@ -334,15 +379,16 @@ class GatheredRead:
             "gathered",
             f"a gathered read from {self._reader.peer.engine_id!r} goes on in pieces: {reason}",
         )
-        for part in self._parts:
-            if part.posting is None:
-                self._give_back(part)
         self._say([], ends=True)
         if not any(part.theirs >= 0 for part in self._parts):
             self._reader.avoid()
 
     def _read_rest(self) -> None:
-        missing = [np.arange(part.pieces.start, part.pieces.stop) for part in self._open()]
+        missing = [
+            np.arange(part.pieces.start, part.pieces.stop)
+            for part in self._parts
+            if not self._is_complete(part)
+        ]
         if not missing:
             return
         chosen = np.concatenate(missing)

@@ -31,6 +31,13 @@ NUM_CELLS = 256
 """Looks at peers' slots that one worker can have under way."""
 
 
+def copies_of(sources: Int64Array, targets: Int64Array, lengths: Int64Array) -> list[Batch]:
+    """What is to be launched to copy pieces from where each is to where it belongs."""
+    places = np.empty((len(lengths), 2), dtype=np.int64)
+    places[:, 0], places[:, 1] = sources, targets
+    return list(batches_of(places, lengths))
+
+
 class HostCopies:
     """Copies pieces on a CPU; takes the place of a ``Gatherer``, and has copied when it is asked
     to."""
@@ -130,8 +137,8 @@ class Place:
         """Indices of the descriptors of a slot's first bytes."""
         first, (whole, rest) = number * self.grains_per_slot, divmod(num_bytes, GRAIN_BYTES)
         fine = self.num_slots * self.grains_per_slot + (first + whole) * _FINE_PER_GRAIN
-        numbers = (*range(first, first + whole), *range(fine, fine - -rest // FINE_BYTES))
-        return np.array(numbers, dtype=np.int32)
+        grains = np.arange(first, first + whole, dtype=np.int32)
+        return np.append(grains, np.arange(fine, fine - -rest // FINE_BYTES, dtype=np.int32))
 
 
 class Scratch:
@@ -248,9 +255,17 @@ class Gathering:
 
     def copy(self, sources: Int64Array, targets: Int64Array, lengths: Int64Array) -> Posting:
         """Begin to copy pieces from where each is to where it belongs; see ``Posting``."""
-        places = np.empty((len(lengths), 2), dtype=np.int64)
-        places[:, 0], places[:, 1] = sources, targets
-        return Posting(self.copies, map(self.copies.make, batches_of(places, lengths)))
+        return self.start(copies_of(sources, targets, lengths))
+
+    def start(self, batches: Sequence[Batch], base: int = 0) -> Posting:
+        """The same, worked out before; once.
+
+        Args:
+            base: address that the sources count from.
+        """
+        for batch in batches:
+            batch.places[:, 0] += base
+        return Posting(self.copies, map(self.copies.make, batches))
 
     def slot(self, place: Place, number: int) -> torch.Tensor:
         """The memory of a slot, ``[slot_bytes]`` uint8."""
