@@ -24,12 +24,10 @@ from tests.kit.tiny_model import write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-PROMPT_TOKENS = 577
 NUM_PROMPTS = 4
 MAX_TOKENS = 8
 PREFIX = "vllm:commext_nixl_"
 CHOSEN = os.environ.get("COMMEXT_GPU_KINDS", "llama,granite,granite1,qwen3next").split(",")
-PROMPTS = prompts(NUM_PROMPTS, PROMPT_TOKENS)
 # Engines that are up at the same time: "P" or "D" and the tensor-parallel size, and where it is. On
 # two GPUs those of different sizes share some.
 CLUSTERS: Mapping[int, Sequence[Mapping[str, str]]] = {
@@ -43,6 +41,8 @@ GATHERED_READS = os.environ.get("COMMEXT_GPU_GATHERED_READS", "0") == "1"
 COMPRESSION = os.environ.get("COMMEXT_GPU_WIRE_COMPRESSION", "off")
 """Of gathered reads, whose network `TRANSPORTS` name, as in ``tcp,cuda_copy``."""
 TRANSPORTS = os.environ.get("UCX_TLS", "")
+PROMPT_TOKENS = 577 if COMPRESSION == "off" else 2000  # less than 1 MiB of a rank is not compressed
+PROMPTS = prompts(NUM_PROMPTS, PROMPT_TOKENS)
 
 pytestmark = [
     needs_gpus(2),
