@@ -7,10 +7,14 @@ another server, or where its cache is too small for its conversations.  Each sta
 proxies, one of which names the decode server to it (`--reuse-blocks`).  The four take turns, in
 another order each round, with the same conversation, each under a cache salt of its own, so that
 none finds another's blocks anywhere.  A conversation's third turn has a history of `--histories`
-tokens: two prompts and two answers.  All answers must be equal, or the run fails.
+tokens: two prompts and two answers.  All answers must be equal, or the run fails; on GPUs, where
+the last bits of bfloat16 depend on what is computed together, it counts those that are not.
 
     python benchmarks/multi_turn.py --out benchmarks/results/multi_turn_cpu
     python benchmarks/multi_turn.py --histories 500 2000 4000 --rounds 9 --out OUT
+    python benchmarks/multi_turn.py --gpus 0 1 --histories 8000 --answer-tokens 256 --out OUT
+
+On GPUs, both prefill servers' and the decode server's, the model is 8B-shaped.
 """
 
 import argparse
@@ -27,7 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import repository  # noqa: F401
+from handovers.variants import Setup
 from machine import load_average, machine
+from moving import engines as gpu_engines
+from moving.engines import Shape
 
 from tests.kit import cluster, parity
 from tests.kit.metrics import Metrics, scrape, wait_for_added
@@ -41,6 +48,10 @@ OFF, ON = "off", "on"
 NUM_TURNS = 4
 MEASURED_TURN = 3
 VOCABULARY = 512
+ON_CPUS = (
+    f"Llama, 4 layers of 512, float32, one thread a server, blocks of {cluster.BLOCK_SIZE} tokens"
+)
+ON_GPUS = "Llama, 8B-shaped, bfloat16, blocks of 16 tokens"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
 MODEL: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -87,9 +98,35 @@ class Variant:
     prefill: Server
 
 
-@contextmanager
-def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
-    """All servers, ready."""
+def on_gpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
+    """Both prefill servers and the decode server, not started."""
+    longest = max(args.histories) + 2 * (args.new_tokens + args.answer_tokens) + 64
+    setup = Setup(
+        *("cuda", folder),
+        max_tokens=longest,
+        concurrency=2,
+        gpus=args.gpus,
+        gpu_memory=0.0,
+        start_seconds=args.start_seconds,
+        server_args=args.server_args,
+    )
+    source, target = args.gpus
+    bare = ("--no-enable-prefix-caching",)
+    shapes = [
+        Shape("prefill", source, args.kv_gib),
+        Shape("prefill", source, args.kv_gib, bare),
+        Shape("decode", target, args.kv_gib),
+    ]
+    return gpu_engines.make(setup, shapes, 2048, extra_of(args))
+
+
+def extra_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the connector's configuration."""
+    return {"reuse_blocks": True, "reuse_lookup_timeout": args.lookup_seconds}
+
+
+def on_cpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
+    """The same on CPUs."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL, indent=1))
@@ -100,19 +137,24 @@ def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
     common += ["--num-gpu-blocks-override", str(num_blocks)]
 
     def engine(name: str, role: str, *more: str) -> VllmServer:
-        config = cluster.kv_transfer_config(
-            role, extra={"reuse_blocks": True, "reuse_lookup_timeout": args.lookup_seconds}
-        )
+        config = cluster.kv_transfer_config(role, extra=extra_of(args))
         return cluster.engine_server(name, model, folder, config, args=[*common, *more])
 
-    prefills = {
-        CACHED: engine("prefill-cached", "kv_producer"),
-        BARE: engine("prefill-bare", "kv_producer", "--no-enable-prefix-caching"),
-    }
-    decode = engine("decode", "kv_consumer")
-    with cluster.all_ready([*prefills.values(), decode]), ExitStack() as stack:
+    return [
+        engine("prefill-cached", "kv_producer"),
+        engine("prefill-bare", "kv_producer", "--no-enable-prefix-caching"),
+        engine("decode", "kv_consumer"),
+    ]
+
+
+@contextmanager
+def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
+    """All servers, ready."""
+    made = (on_gpus if args.gpus else on_cpus)(args, folder)
+    cached, bare, decode = made
+    with cluster.all_ready(made), ExitStack() as stack:
         variants: list[Variant] = []
-        for engines, prefill in prefills.items():
+        for engines, prefill in ((CACHED, cached), (BARE, bare)):
             for reuse, options in ((OFF, []), (ON, ["--reuse-blocks"])):
                 made = ProxyServer(
                     f"{prefill.name}-{reuse}",
@@ -191,9 +233,11 @@ def _sample(
     )
 
 
-def measure(args: argparse.Namespace, variants: Sequence[Variant]) -> list[Sample]:
-    """All turns but those of the first round, which connects and warms up."""
+def measure(args: argparse.Namespace, variants: Sequence[Variant]) -> tuple[list[Sample], int]:
+    """All turns but those of the first round, which connects and warms up; and how many answers
+    are not those of the round's first variant."""
     samples: list[Sample] = []
+    differ = 0
     for history in args.histories:
         for number in range(args.rounds + 1):
             first = number % len(variants)
@@ -202,10 +246,15 @@ def measure(args: argparse.Namespace, variants: Sequence[Variant]) -> list[Sampl
                 taken, said = conversation(one, args, history, number)
                 answers.append(said)
                 samples += taken if number else []
-            if any(said != answers[0] for said in answers):
+            differ += sum(
+                one != other
+                for said in answers
+                for one, other in zip(said, answers[0], strict=True)
+            )
+            if differ and not args.gpus:
                 raise RuntimeError(f"conversation {number} of {history} tokens: answers differ")
             print(f"history {history}, round {number} of {args.rounds}", flush=True)
-    return samples
+    return samples, differ
 
 
 Row = dict[str, Any]
@@ -265,7 +314,12 @@ def arguments() -> argparse.Namespace:
     add("--answer-tokens", type=int, default=64)
     add("--rounds", type=int, default=7, help="measured conversations of each kind")
     add("--lookup-seconds", type=float, default=0.5, help="reuse_lookup_timeout")
+    add("--gpus", nargs=2, default=[], metavar=("P", "D"), help="run there, not on CPUs")
+    add("--kv-gib", type=float, default=16.0, help="KV cache of each server on a GPU")
+    add("--start-seconds", type=float, default=400.0, help="for one there to become ready")
+    add("--commit", default="?")
     add("--out", type=Path, help="write OUT.md and OUT.json")
+    add("--server-args", nargs=argparse.REMAINDER, default=[], help="there; the last")
     args = parser.parse_args()
     least = 2 * args.answer_tokens + args.new_tokens + 1
     if min(args.histories) < least:
@@ -276,17 +330,17 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     notes: dict[str, Any] = {
-        "machine": machine("nixl"),
+        "machine": machine("nixl", "torch", cuda=bool(args.gpus)),
+        "commit": args.commit,
         "load average at the start": load_average(),
-        "model": "Llama, 4 layers of 512, float32, one thread a server, blocks of "
-        f"{cluster.BLOCK_SIZE} tokens",
+        "model": ON_CPUS if not args.gpus else ON_GPUS,
         "command": " ".join(sys.argv),
     }
     with (
         tempfile.TemporaryDirectory(prefix="multi-turn-") as folder,
         started(args, Path(folder)) as variants,
     ):
-        samples = measure(args, variants)
+        samples, notes["answers that differ"] = measure(args, variants)
     notes["load average at the end"] = load_average()
     rows = rows_of(samples)
     text = markdown(rows, notes)

@@ -28,6 +28,7 @@ class Shape:
     role: str
     gpu: str
     kv_gib: float
+    args: Sequence[str] = ()
 
 
 def make(
@@ -55,7 +56,7 @@ def make(
                 model,
                 setup.folder,
                 kv_transfer_config=config,
-                args=[*args, *setup.server_args],
+                args=[*args, *shape.args, *setup.server_args],
                 environ=environ,
                 base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
                 ready_seconds=setup.start_seconds,
