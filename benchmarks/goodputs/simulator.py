@@ -1,7 +1,10 @@
 """Engines under open load, simulated step by step, behind a policy that places requests.
 
-An engine's step has a budget of tokens: each running answer takes one, chunks of prompts fill the
-rest in the order in which they came. Everything follows from the arguments.
+An engine's step has a budget of tokens: each running answer takes one, and the prompt that is
+begun as much as there is of it. What is left of it goes to answers whose prompts have been read,
+lets in those whose prompts are to be read, and begins other prompts in the order in which they
+came. So an answer that is handed over waits where a prompt takes whole steps. Everything follows
+from the arguments.
 """
 
 import heapq
@@ -20,25 +23,27 @@ from vllm_commext.proxy.engine_speed import area_of
 @dataclass(frozen=True)
 class Hardware:
     """An engine's times, in seconds: of a step by itself, for each running answer, each token
-    before it, each token of a prompt and a million pairs of those in its attention; prompt_step:
-    of one with prompts at least. The default is
-    an H100 with 8 G parameters in bfloat16, fitted to a first measurement.
+    before it (prompt_context: in a step with prompts), each token of a prompt and a million pairs
+    of those in its attention; prompt_step: of one with prompts at least. The default is
+    an H100 with 8 G parameters in bfloat16, fitted to measurements.
 
-    overhead: from a request's arrival to its first step. handover, second_token: by how much a
-    first token, and the one after it, come later where another engine has computed the prompt.
+    overhead: from a request's arrival to its first step. handover: from another engine's last step
+    of a prompt until it is read; what has been read is seen at the end of a step. second_token:
+    from then until the answer may go on with a next step.
     slowness: factor of all. cache_tokens: of its KV cache.
     """
 
-    step: float = 0.0064
+    step: float = 0.0063
     answer: float = 48e-6
-    context_token: float = 3.9e-8
+    context_token: float = 4.55e-8
+    prompt_context: float = 6.5e-8
     prompt_token: float = 1.95e-5
     million_pairs: float = 1.1e-3
     prompt_step: float = 0.0225
     step_tokens: int = 2048
     overhead: float = 0.016
     handover: float = 0.006
-    second_token: float = 0.025
+    second_token: float = 0.012
     slowness: float = 1.0
     cache_tokens: float = math.inf
 
@@ -56,8 +61,8 @@ class Turn:
 class Request:
     """One arrival's way. left, done: of its prompt; held, most_held: of it by the engine that
     computes it, and by the one that holds most; note: the policy's own. is_in: the engine that
-    computes its prompt keeps it in its KV cache; has_place: so does the one that is to read it;
-    is_handed_over: that may; num_preempted: how often it was thrown out."""
+    computes its prompt keeps it in its KV cache; is_handed_over: another one may read it;
+    num_preempted: how often it was thrown out."""
 
     arrival: Arrival
     left: int = 0
@@ -71,7 +76,6 @@ class Request:
     tokens: int = 0
     num_losses: int = 0
     is_in: bool = False
-    has_place: bool = False
     is_handed_over: bool = False
     num_preempted: int = 0
     note: Any = None
@@ -114,8 +118,10 @@ class Policy(Protocol):
 @dataclass
 class _Engine:
     """context: tokens before all running answers; reserved: of prompts in its KV cache besides;
-    loading: requests without a place there for another engine's prompt; ending: prompts whose last
-    chunk is in the step that runs; held: by group, tokens of the longest prompt or answer there."""
+    loading: requests without a place there for another engine's prompt; reading: those with one,
+    until that is read; joining: those whose answers go on with a next step; ending: prompts whose
+    last chunk is in the step that runs; asks_at: when the policy is to be asked for the next one;
+    held: by group, tokens of the longest prompt or answer there."""
 
     hardware: Hardware
     waiting: list[Request] = field(default_factory=list[Request])
@@ -124,7 +130,10 @@ class _Engine:
     context: int = 0
     reserved: int = 0
     loading: deque[Request] = field(default_factory=deque[Request])
+    reading: list[Request] = field(default_factory=list[Request])
+    joining: deque[Request] = field(default_factory=deque[Request])
     step: int = 0
+    asks_at: float = math.inf
     is_busy: bool = False
     is_up: bool = True
     ending: list[Request] = field(default_factory=list[Request])
@@ -141,7 +150,21 @@ class _Engine:
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
         first = self.queue[0] if self.queue else None
-        return bool(self.running) or bool(first and (first.is_in or self.has_room(first.size)))
+        if self.running or self.joining:
+            return True
+        return bool(first and (first.is_in or self.has_room(first.size)))
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step for others than the answers that run and the prompt that is begun."""
+        left = self.queue[0].left if self.queue and self.queue[0].is_in else 0
+        return max(0, self.hardware.step_tokens - len(self.running) - left)
+
+    def join(self, request: Request) -> None:
+        """An answer goes on with the next step."""
+        self.reserved = max(0, self.reserved - request.size)
+        self.running.append(request)
+        self.context += request.size
 
     def preempt(self) -> None:
         """Throw out the latest answers that do not fit any more, to be computed anew."""
@@ -155,9 +178,10 @@ class _Engine:
     def take_step(self) -> float:
         """Take a step's prompts from the queue; how long it lasts."""
         hardware = self.hardware
+        for _ in range(min(self.budget, len(self.joining))):
+            self.join(self.joining.popleft())
         budget = hardware.step_tokens - len(self.running)
         seconds = hardware.step + hardware.answer * len(self.running)
-        seconds += hardware.context_token * self.context
         self.ending = []
         any_prompt = False
         while self.queue and budget > 0:
@@ -176,6 +200,8 @@ class _Engine:
             budget -= chunk
             if request.left == 0:
                 self.ending.append(self.queue.popleft())
+        each = hardware.prompt_context if any_prompt else hardware.context_token
+        seconds += each * self.context
         if any_prompt:
             seconds = max(seconds, hardware.prompt_step)
         return seconds * hardware.slowness
@@ -188,10 +214,11 @@ class _Engine:
             *self.running,
             *(one for one in self.ending if one.left == 0),
         ]
-        lost += self.loading
+        for others in (self.loading, self.reading, self.joining):
+            lost += others
+            others.clear()
         self.waiting.clear()
         self.queue.clear()
-        self.loading.clear()
         self.running, self.ending, self.held, self.context, self.reserved = [], [], {}, 0, 0
         return lost
 
@@ -256,7 +283,7 @@ class Simulation:
         if placed is None:
             return
         request.prefill, request.decode = placed
-        request.is_in = request.has_place = request.is_handed_over = False
+        request.is_in = request.is_handed_over = False
         engine, arrival = self.engines[request.prefill], request.arrival
         held = [min(one.held.get(arrival.group, 0), arrival.shared_tokens) for one in self.engines]
         request.held, request.most_held = held[request.prefill], max(held)
@@ -271,10 +298,17 @@ class Simulation:
         while engine.waiting:
             request, seconds = self._policy.next(idx, engine.waiting, self.now)
             if request is None:
-                self._at(self.now + seconds, self._send, idx)
+                if self.now + seconds < engine.asks_at:
+                    engine.asks_at = self.now + seconds
+                    self._at(engine.asks_at, self._ask, idx)
                 return
             engine.waiting.remove(request)
             self._at(self.now + engine.hardware.overhead, self._queue, request)
+
+    def _ask(self, idx: int) -> None:
+        """Ask the policy again."""
+        self.engines[idx].asks_at = math.inf
+        self._send(idx)
 
     def _queue(self, request: Request) -> None:
         if not self.engines[request.prefill].is_up:
@@ -283,22 +317,29 @@ class Simulation:
         self.engines[request.prefill].queue.append(request)
         if request.prefill != request.decode:
             self.engines[request.decode].loading.append(request)
-            self._give_places(request.decode)
+            self._start(request.decode)
         self._start(request.prefill)
 
-    def _give_places(self, idx: int) -> None:
+    def _give_places(self, engine: _Engine) -> None:
         """Let those in whose prompts are to be read, in the order in which they came."""
-        engine = self.engines[idx]
-        while engine.loading and engine.has_room(engine.loading[0].size):
+        while engine.loading and engine.budget and engine.has_room(engine.loading[0].size):
             request = engine.loading.popleft()
             engine.reserved += request.size
-            request.has_place = True
-            if request.is_handed_over:
-                self._first(request)
+            engine.reading.append(request)
+
+    def _take_read(self, engine: _Engine) -> None:
+        """First tokens of those whose prompts have been read."""
+        for request in [one for one in engine.reading if one.is_handed_over]:
+            engine.reading.remove(request)
+            self._first(request)
 
     def _start(self, idx: int) -> None:
+        """Begin a step, unless one runs or there is nothing to do."""
         engine = self.engines[idx]
-        if not engine.is_busy and engine.is_up and engine.has_work:
+        if engine.is_busy or not engine.is_up:
+            return
+        self._give_places(engine)
+        if engine.has_work:
             engine.is_busy = True
             self._at(self.now + engine.take_step(), self._end_step, (idx, engine.step))
 
@@ -327,7 +368,7 @@ class Simulation:
             else:
                 self._prefilled(request)
         engine.preempt()
-        self._give_places(idx)
+        self._take_read(engine)
         self._start(idx)
 
     def _prefilled(self, request: Request) -> None:
@@ -343,8 +384,9 @@ class Simulation:
 
     def _handed_over(self, request: Request) -> None:
         request.is_handed_over = True
-        if request.has_place:
-            self._first(request)
+        engine = self.engines[request.decode]
+        if not engine.is_busy:
+            self._take_read(engine)
 
     def _first(self, request: Request) -> None:
         request.first, request.tokens = self.now, 1
@@ -352,27 +394,25 @@ class Simulation:
         if request.prefill == request.decode:
             self._join(request)
         else:
+            source = self.engines[request.prefill]
+            source.reserved = max(0, source.reserved - request.size)
+            self._start(request.prefill)
             seconds = self.engines[request.decode].hardware.second_token
             self._at(self.now + seconds, self._join, request)
 
     def _join(self, request: Request) -> None:
         engine = self.engines[request.decode]
-        self._free(request, request.decode)
-        if request.is_handed_over and not request.num_preempted:
-            self._free(request, request.prefill)
-            self._start(request.prefill)
-        if request.tokens >= request.arrival.output_tokens:
-            self._end(request)
-        elif not engine.is_up:
+        if not engine.is_up:
             self._lose(request)
-        else:
-            engine.running.append(request)
-            engine.context += request.size
+        elif request.tokens >= request.arrival.output_tokens:
+            engine.reserved = max(0, engine.reserved - request.size)
+            self._end(request)
+        elif request.is_handed_over and not request.num_preempted:
+            engine.joining.append(request)
             self._start(request.decode)
-
-    def _free(self, request: Request, idx: int) -> None:
-        engine = self.engines[idx]
-        engine.reserved = max(0, engine.reserved - request.size)
+        else:
+            engine.join(request)
+            self._start(request.decode)
 
     def _end(self, request: Request) -> None:
         request.end = self.now
