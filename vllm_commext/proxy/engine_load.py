@@ -205,6 +205,8 @@ class EngineLoad:
         self.mean_answers = 0.0
         self.mean_context = 0.0
         self._looked_at = 0.0
+        self._known = 0.0
+        """Share of its recent time that it has been seen for: means are over that alone."""
         self.outlook = 0.0, 0.0
         """Seconds of its work, and to each token of its answers by its recent time, both with those
         until its KV cache has room at all. It holds before a time; then `look_ahead` makes it."""
@@ -370,7 +372,9 @@ class EngineLoad:
             self._looked_at = now
             if self.jobs or self.answers:
                 kept = math.exp(-past / RECENT_SECONDS)
-                new = 1.0 - kept
+                self._known = self._known * kept + 1.0 - kept
+                new = (1.0 - kept) / self._known
+                kept = 1.0 - new
                 self.share = self.share * kept + (new if self.jobs else 0.0)
                 self.mean_answers = self.mean_answers * kept + new * len(self.answers)
                 self.mean_context = self.mean_context * kept + new * self.context

@@ -91,6 +91,17 @@ def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
     assert load.share < busy[0] / 5
 
 
+def test_an_engine_that_is_new_is_known_by_what_it_has_done_so_far() -> None:
+    load = planner().new_load()
+    load.look(NOW)
+    for _ in range(4):
+        load.expect(1000, 100, NOW)
+    load.ask(4000, 0, NOW).end(NOW + 0.5)
+    load.look(NOW + 1.0)
+    assert load.mean_answers == pytest.approx(4.0)
+    assert load.share == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_without_a_limit_the_engine_with_the_least_work_takes_both_steps(busy: int) -> None:
     made = planner()
