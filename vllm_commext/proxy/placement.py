@@ -9,7 +9,7 @@ equals, where it takes the least time.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -229,14 +229,12 @@ class Planner:
         them about; some more than *most* if these are more."""
         if by in at.late:
             return at.late[by]
-        limit, ended = self.shared.limits.tpot, self.shared.lengths.ended
+        load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
         step, slower = at.step, at.slower
+        left, slower_left = limit - step, limit - slower
         found, stride = 0.0, -(-at.num_answers // max_seen) or 1
         backlog, both = at.backlog, at.backlog + at.prefill
-        per_second = 1.0 / (limit - step) if step < limit else math.inf
-        slower_per_second = 1.0 / (limit - slower) if slower < limit else math.inf
-        answers = at.candidate.load.answers if step < limit else ()
-        for answer in islice(answers, 0, None, stride):
+        for answer in islice(load.answers, 0, None, stride):
             wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
             before, after = backlog, both
             if wait > 0.0:
@@ -245,18 +243,19 @@ class Planner:
             elif answer.has_begun:
                 spent -= wait
             slower_used = spent - had * slower
-            needed = (slower_used + after) * slower_per_second
-            if needed <= had:
+            if slower_left > 0.0 and slower_used + after <= had * slower_left:
                 continue  # in time even so
             used, last = spent - had * step, answer.max_tokens
-            already = ended((used + before) * per_second, had, last)
+            already = _share_late(ended, used + before, left, had, last)
             if already == 1.0:
                 continue
             if by == BY_PROMPT:
-                needed = (used + after) * per_second
+                late = _share_late(ended, used + after, left, had, last)
             elif by == BY_ANSWER:
-                needed = (slower_used + before) * slower_per_second
-            found += ended(needed, had, last) - already
+                late = _share_late(ended, slower_used + before, slower_left, had, last)
+            else:
+                late = _share_late(ended, slower_used + after, slower_left, had, last)
+            found += late - already
             if found * stride > most:
                 break
         at.late[by] = found = found * stride
@@ -292,6 +291,18 @@ def _outlooks(
         elif pace < slow:
             slow, steadiest = pace, [steadiest[0], one]
     return soonest, idlest, steadiest
+
+
+def _share_late(
+    ended: Callable[[float, int, int], float], used: float, left: float, had: int, most: int
+) -> float:
+    """Share of answers of *had* tokens so far that end late: *used* seconds are to be made up for,
+    and each token makes up for *left*, or adds to them."""
+    if left > 0.0:
+        return ended(used / left, had, most)
+    if used >= 0.0:
+        return float(used > 0.0 or left < 0.0)
+    return 1.0 - ended(used / left, had, most) if left else 0.0
 
 
 def _ramp(share: float) -> float:

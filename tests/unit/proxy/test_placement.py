@@ -291,27 +291,26 @@ def test_a_hand_over_is_from_one_of_the_given_to_another(
 
 def plainly_late(at: _Costs, by: int, seen: int) -> float:
     """How many answers come late: of each looked at, its share with what is new, less without."""
-    answers, shared = list(at.candidate.load.answers), at.candidate.load.shared
-    stride, limit = math.ceil(len(answers) / seen) or 1, shared.limits.tpot
-    if at.step >= limit:
-        return 0.0
+    shared, answers = at.candidate.load.shared, list(at.candidate.load.answers)
+    limit, ended = shared.limits.tpot, shared.lengths.ended
+    stride = math.ceil(len(answers) / seen) or 1
 
-    def needed(answer: Answer, is_slower: bool, is_behind: bool) -> float:
+    def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
+        """Limit times tokens, less the time to these: late where it is below zero."""
         step, wait = at.slower if is_slower else at.step, at.backlog + at.prefill * is_behind
-        had, until = answer.tokens or 1, max(0.0, answer.first_at - NOW)
+        had, most = answer.tokens or 1, answer.max_tokens
+        until = max(0.0, answer.first_at - NOW)
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
-        per_second = 1.0 / (limit - step) if step < limit else math.inf
-        return (spent - had * step + max(0.0, wait - until)) * per_second
+        left, used = limit - step, spent + max(0.0, wait - until) - had * step
+        if left == 0.0 or used / left <= 0.0:  # whatever its length is
+            return float(used > 0.0 or left < 0.0 == used)
+        return ended(used / left, had, most) if left > 0.0 else 1.0 - ended(used / left, had, most)
 
     def more(answer: Answer) -> float:
-        ended = shared.lengths.ended
-        had, most = answer.tokens or 1, answer.max_tokens
-        already = ended(needed(answer, False, False), had, most)
-        if needed(answer, True, True) <= had or already == 1.0:
+        already = late(answer, False, False)
+        if late(answer, True, True) == 0.0 or already == 1.0:
             return 0.0
-        return (
-            ended(needed(answer, bool(by & BY_ANSWER), bool(by & BY_PROMPT)), had, most) - already
-        )
+        return late(answer, bool(by & BY_ANSWER), bool(by & BY_PROMPT)) - already
 
     return stride * sum(map(more, answers[::stride]))
 
@@ -472,3 +471,18 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
     source, target = engines(made)
     running(target.load, 1, 0.0)
     assert place(made, [source, target], [target]).is_local == is_local
+
+
+@pytest.mark.parametrize("per_token", [0.0075, 0.008])
+def test_answers_are_late_where_one_more_makes_steps_longer_than_the_limit(
+    per_token: float,
+) -> None:
+    """They have slack so far, which each token then takes of: longer ones come late, or all that
+    have none where a token takes just the limit."""
+    made = planner(per_token=per_token)
+    (one,) = engines(made, 1)
+    running(one.load, 10, 10 * STEP)
+    costs = _Costs(one, 4000, NOW)
+    costs.step, costs.slower, costs.pace = STEP, 0.008, 0.008
+    late = made._late(costs, BY_ANSWER, NOW, MAX_SEEN)
+    assert late == (0.0 if per_token == 0.008 else 1.0)
