@@ -4,7 +4,8 @@ Pure: every time is an argument.
 An answer's time per output token is a mean over the answer. So a prefill of t seconds costs each
 answer that runs at the same engine t seconds of what it has left: the limit times the tokens that
 it has, and those that it will have by what recent answers had, less the time that it took and will
-take. A request goes where the fewest are expected to miss a limit by it, itself included; among
+take: that of its steps and of prompts to come, which take the share of the time that they took of
+late. A request goes where the fewest are expected to miss a limit by it, itself included; among
 equals, where it takes the least time.
 """
 
@@ -31,6 +32,9 @@ RISKY, MISSED = 0.85, 1.1
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth: those that come later
 wait there, too."""
+KEPT_SLACK = 0.5
+"""Share of what steps leave of the limit that is kept for prompts to come, at most: these can be
+computed elsewhere, too."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
 
@@ -230,7 +234,8 @@ class Planner:
         if by in at.late:
             return at.late[by]
         load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
-        step, slower = at.step, at.slower
+        step = _with_prompts(at.step, load.pace(at.step), limit)
+        slower = _with_prompts(at.slower, at.pace, limit)
         left, slower_left = limit - step, limit - slower
         found, stride = 0.0, -(-at.num_answers // max_seen) or 1
         backlog, both = at.backlog, at.backlog + at.prefill
@@ -291,6 +296,12 @@ def _outlooks(
         elif pace < slow:
             slow, steadiest = pace, [steadiest[0], one]
     return soonest, idlest, steadiest
+
+
+def _with_prompts(step: float, pace: float, limit: float) -> float:
+    """Seconds to each token of which a step takes *step*, and with prompts as of late *pace*, as
+    far as slack is kept for those."""
+    return max(step, min(pace, step + KEPT_SLACK * (limit - step)))
 
 
 def _share_late(

@@ -14,6 +14,7 @@ from vllm_commext.proxy.placement import (
     BY_ANSWER,
     BY_BOTH,
     BY_PROMPT,
+    KEPT_SLACK,
     MAX_CANDIDATES,
     MAX_SEEN,
     Candidate,
@@ -291,8 +292,8 @@ def test_a_hand_over_is_from_one_of_the_given_to_another(
 
 def plainly_late(at: _Costs, by: int, seen: int) -> float:
     """How many answers come late: of each looked at, its share with what is new, less without."""
-    shared, answers = at.candidate.load.shared, list(at.candidate.load.answers)
-    limit, ended = shared.limits.tpot, shared.lengths.ended
+    load, shared = at.candidate.load, at.candidate.load.shared
+    answers, limit, ended = list(load.answers), shared.limits.tpot, shared.lengths.ended
     stride = math.ceil(len(answers) / seen) or 1
 
     def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
@@ -301,7 +302,8 @@ def plainly_late(at: _Costs, by: int, seen: int) -> float:
         had, most = answer.tokens or 1, answer.max_tokens
         until = max(0.0, answer.first_at - NOW)
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
-        left, used = limit - step, spent + max(0.0, wait - until) - had * step
+        kept = max(0.0, min(load.pace(step) - step, KEPT_SLACK * (limit - step)))
+        left, used = limit - step - kept, spent + max(0.0, wait - until) - had * (step + kept)
         if left == 0.0 or used / left <= 0.0:  # whatever its length is
             return float(used > 0.0 or left < 0.0 == used)
         return ended(used / left, had, most) if left > 0.0 else 1.0 - ended(used / left, had, most)
@@ -470,6 +472,15 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
     made = planner(first_token=5.0, per_token=STEP + 4000 * TOKEN / (160 * needed))
     source, target = engines(made)
     running(target.load, 1, 0.0)
+    assert place(made, [source, target], [target]).is_local == is_local
+
+
+@pytest.mark.parametrize(("share", "is_local"), [(0.0, True), (0.6, False)])
+def test_slack_is_kept_for_the_prompts_to_come(share: float, is_local: bool) -> None:
+    made = planner(per_token=0.009)
+    source, target = engines(made)
+    running(target.load, 20, 0.2)
+    target.load.share = share
     assert place(made, [source, target], [target]).is_local == is_local
 
 
