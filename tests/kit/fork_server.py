@@ -186,6 +186,15 @@ def keep_levels() -> None:
     logging.Logger.setLevel = give_another
 
 
+def stay_frozen() -> None:
+    """From now on no collection of garbage looks at what is there: vLLM unfreezes it at the end of
+    an engine and of a worker, which would look at all modules several times, and copy their
+    pages."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
 def find_options() -> None:
     """Have vLLM find out now what options it has, which it remembers."""
     arguments = sys.modules.get("vllm.engine.arg_utils")
@@ -307,8 +316,7 @@ def main() -> None:
     share_gloo_device()
     keep_levels()
     find_options()
-    gc.collect()
-    gc.freeze()  # no collection writes to pages that the children share
+    stay_frozen()
     gc.enable()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         unnamed = Path(path).with_suffix(".new")

@@ -37,6 +37,8 @@ TAIL_LINES = 40
 # What a vLLM server on CPUs needs. One thread a process: two cores carry two servers or more, and
 # each server must split its sums in the same way for outputs to be comparable. Even an eager server
 # compiles two small functions in its first requests, which takes a C++ compiler and many seconds.
+# UCX watches memory that is unmapped, for registrations that TCP does not have; to place its hooks
+# each worker spins for a third of a second.
 CPU_ENVIRON: dict[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,6 +49,7 @@ CPU_ENVIRON: dict[str, str] = {
     "VLLM_HOST_IP": LOOPBACK,
     "UCX_TLS": "tcp",
     "UCX_NET_DEVICES": "lo",
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
 }
 
 # vLLM 0.33 gives each engine of data parallelism a NUMA node of its own, and has an IndexError

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-os.environ.update(UCX_TLS="tcp", UCX_NET_DEVICES="lo")
+# Without hooks, see ``tests/kit/servers.py``.
+os.environ.update(UCX_TLS="tcp", UCX_NET_DEVICES="lo", UCX_MEM_MMAP_HOOK_MODE="none")
 
 if importlib.util.find_spec("nixl") is None:
     collect_ignore_glob = ["test_*.py"]
