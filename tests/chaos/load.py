@@ -101,6 +101,7 @@ class Load:
         max_tokens: how long answers are; with more than ``MAX_TOKENS`` these are the shortest, and
             most of them are streams.
         least_seconds: what an answer of ``MAX_TOKENS`` may take.
+        pause_seconds: what each client waits between an answer and its next request.
         running: where streams run.
         num_unequal: right answers that went on with another one of two equally likely tokens.
         verdicts: answers by verdict.
@@ -114,6 +115,7 @@ class Load:
     seed: int
     max_tokens: int = MAX_TOKENS
     least_seconds: float = BOUND_SECONDS
+    pause_seconds: float = 0.0
     running: Running = field(default_factory=Running)
     num_unequal: int = 0
     verdicts: Counter[str] = field(default_factory=Counter[str])
@@ -187,8 +189,7 @@ class Load:
             self._busy[number] = 1
             verdict = self._ask(number, rng) if self._go.is_set() else RIGHT
             self._busy[number] = 0
-            if verdict != RIGHT:
-                self._stop.wait(AFTER_ERROR_SECONDS)
+            self._stop.wait(self.pause_seconds if verdict == RIGHT else AFTER_ERROR_SECONDS)
 
     def _ask(self, number: int, rng: random.Random) -> str:
         known = rng.choice(self.known)

@@ -39,6 +39,7 @@ class Scenario:
         num_faults: faults.
         kinds: kinds of faults.
         num_clients: requests at a time.
+        pause_seconds: what each client waits between an answer and its next request.
         num_prompts: known prompts.
         namespaces: put the prefill engine into a network namespace, where the machine permits.
         plain_reference: take the right answers of a server without connector, else of the
@@ -63,6 +64,7 @@ class Scenario:
     num_faults: int
     kinds: Sequence[str] = tuple(KINDS)
     num_clients: int = 3
+    pause_seconds: float = 0.0
     num_prompts: int = 32
     namespaces: bool = True
     plain_reference: bool = True
@@ -123,6 +125,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         load = Load(
             *(testbed.proxy_url, known, scenario.seed, scenario.max_tokens),
             least_seconds=scenario.bound_seconds,
+            pause_seconds=scenario.pause_seconds,
         )
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()

@@ -48,6 +48,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
         num_faults=len(KINDS),
         kinds=KINDS,
         num_clients=2,
+        pause_seconds=0.3,
         num_prompts=12,
         plain_reference=False,
         max_delay_seconds=0.5,

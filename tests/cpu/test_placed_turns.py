@@ -98,8 +98,8 @@ def test_answers_stay_the_same_while_the_load_changes(
 ) -> None:
     """Long prompts beside answers that run, and then short ones with long answers."""
     running: list[Prompt] = equal_prompts(6, 40, 31)
-    prompts, short = equal_prompts(18, 900, 32), equal_prompts(18, 12, 33)
-    loads = [[(one, 200) for one in running] + [(one, 4) for one in prompts]]
+    prompts, short = equal_prompts(10, 900, 32), equal_prompts(12, 12, 33)
+    loads = [[(one, 120) for one in running] + [(one, 4) for one in prompts]]
     loads.append([(one, 60) for one in short])
     alone = partial(answer, engines[0].url)
     with (

@@ -24,6 +24,7 @@ from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
 PROMPT_TOKENS = 130
 NUM_PROMPTS = 3
+PAUSE_SECONDS = 0.3  # of each client between two requests
 NUM_ANSWERS = 6  # under load, between two changes: two of each client
 PREFIX = "vllm:commext_nixl_"
 # Engines by a letter and their tensor-parallel size: each pair prefills and decodes. From two ranks
@@ -153,7 +154,7 @@ def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Eng
     servers, references = engines.servers, engines.own["1"]
     routing = fleet.Routing(engines.folder, servers)
     routing.assign(a1="prefill", a2="decode", b1="decode")
-    with routing.proxy, fleet.Load(routing.proxy.url, references) as load:
+    with routing.proxy, fleet.Load(routing.proxy.url, references, PAUSE_SECONDS) as load:
         load.go_on(NUM_ANSWERS)
         before = scrape(servers["a1"].url)
         routing.assign(b1="prefill", a1="decode", a2="decode")
