@@ -1,6 +1,7 @@
 """Parts that test themselves among ranks, where vLLM reads otherwise than all that were tested:
 they serve where their test holds, and are left out on all ranks where it fails on one of them."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ OP = BROKEN.format(
     module="vllm_commext.reduce_rms.workspace", owner="GroupWorkspace", name="sum_over_ranks"
 )
 
+# Of one part, the last, `make test` has that it serves where its test holds; of each the opposite.
+HOLDS = functools.partial(pytest.param, marks=pytest.mark.long)
+
 
 def found(script: str, *args: str, first: str = "", **environ: str) -> list[dict[str, Any]]:
     """What two ranks of such a vLLM print."""
@@ -49,7 +53,7 @@ def found(script: str, *args: str, first: str = "", **environ: str) -> list[dict
     )
 
 
-@pytest.mark.parametrize(("first", "served_by"), [("", "RingModule"), (RINGS, "module")])
+@pytest.mark.parametrize(("first", "served_by"), [HOLDS("", "RingModule"), (RINGS, "module")])
 def test_cpu_collectives(first: str, served_by: str) -> None:
     environ = {"VLLM_COMMEXT_CPU_COLLECTIVES": "1"}
     for each in found("cpu_collectives_rank.py", str(free_port()), first=first, **environ):
@@ -57,7 +61,7 @@ def test_cpu_collectives(first: str, served_by: str) -> None:
         assert all(each["sums"] + each["gathers"])
 
 
-@pytest.mark.parametrize(("first", "attached"), [("", True), (NCCL, False)])
+@pytest.mark.parametrize(("first", "attached"), [HOLDS("", True), (NCCL, False)])
 def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
     environ = {"VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": names.NCCL}
     args = ("2", str(tmp_path / "store"))
