@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.sched.interface import PauseState
@@ -74,8 +74,14 @@ def _samples_otherwise(vllm_config: VllmConfig) -> bool:
         or getattr(model, "return_sampling_mask", False)
         or getattr(model, "enable_return_routed_experts", False)
         or model.logits_processors
-        or importlib.metadata.entry_points(group=_LOGITS_PROCESSORS)
+        or _has_logits_processors()
     )
+
+
+@cache
+def _has_logits_processors() -> bool:
+    """Whether a package that is installed brings some; reads a file of every package."""
+    return bool(importlib.metadata.entry_points(group=_LOGITS_PROCESSORS))
 
 
 class Source(Protocol):
