@@ -47,7 +47,6 @@ SERVER_MODULES = (
     "vllm.entrypoints.scale_out.token_in_token_out.api_router",
     "vllm.entrypoints.serve.instrumentator.metrics",
     "vllm.entrypoints.serve.tokenize.api_router",
-    "model_hosting_container_standards.sagemaker",
     "uvicorn.protocols.http.auto",
     "uvicorn.protocols.websockets.auto",
     "uvicorn.lifespan.on",
