@@ -57,11 +57,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 # Those that take longest, by the clock of a `make test`; the last ones to begin take seconds.
 LONGEST = (
-    "cpu/test_resume.py",
+    "cpu/test_resets.py",
     "chaos/test_chaos.py",
     "cpu/test_topologies.py",
     "cpu/test_parameters.py",
-    "cpu/test_resets.py",
+    "cpu/test_resume.py",
     "cpu/test_first_token.py",
     "cpu/test_faults.py",
     "cpu/test_pipeline.py",
