@@ -98,7 +98,7 @@ class ConnectorConfig:
     host_copy: bool = False
     mapped_reads: str = DEFAULT_MAPPED_READS
     gathered_reads: bool = False
-    gather_slots: int = 4
+    gather_slots: int = 8
     gather_slot_bytes: int = 64 << 20
     gather_min_pieces: int = 1024
     wire_compression: str = OFF
