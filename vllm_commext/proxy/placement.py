@@ -67,7 +67,8 @@ class Placement:
         return self.prefill is self.decode
 
 
-BY_PROMPT, BY_ANSWER, BY_BOTH = 1, 2, 3
+BY_PROMPT, BY_ANSWER = 1, 2
+BY_BOTH = BY_PROMPT | BY_ANSWER
 """What makes other answers of an engine late: that it computes a prompt, answers it, or both."""
 
 
@@ -234,33 +235,29 @@ class Planner:
         if by in at.late:
             return at.late[by]
         load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
-        step = _with_prompts(at.step, load.pace(at.step), limit)
-        slower = _with_prompts(at.slower, at.pace, limit)
-        left, slower_left = limit - step, limit - slower
+        step = new_step = _with_prompts(at.step, load.pace(at.step), limit)
+        backlog = new_backlog = at.backlog
+        if by & BY_ANSWER:
+            new_step = _with_prompts(at.slower, at.pace, limit)
+        if by & BY_PROMPT:
+            new_backlog += at.prefill
+        left, new_left = limit - step, limit - new_step
         found, stride = 0.0, -(-at.num_answers // max_seen) or 1
-        backlog, both = at.backlog, at.backlog + at.prefill
         for answer in islice(load.answers, 0, None, stride):
             wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
-            before, after = backlog, both
+            before, after = backlog, new_backlog
             if wait > 0.0:
                 before = before - wait if before > wait else 0.0
                 after = after - wait if after > wait else 0.0
             elif answer.has_begun:
                 spent -= wait
-            slower_used = spent - had * slower
-            if slower_left > 0.0 and slower_used + after <= had * slower_left:
+            new_used = spent - had * new_step + after
+            if new_left > 0.0 and new_used <= had * new_left:
                 continue  # in time even so
-            used, last = spent - had * step, answer.max_tokens
-            already = _share_late(ended, used + before, left, had, last)
+            already = _share_late(ended, spent - had * step + before, left, had, answer.max_tokens)
             if already == 1.0:
                 continue
-            if by == BY_PROMPT:
-                late = _share_late(ended, used + after, left, had, last)
-            elif by == BY_ANSWER:
-                late = _share_late(ended, slower_used + before, slower_left, had, last)
-            else:
-                late = _share_late(ended, slower_used + after, slower_left, had, last)
-            found += late - already
+            found += _share_late(ended, new_used, new_left, had, answer.max_tokens) - already
             if found * stride > most:
                 break
         at.late[by] = found = found * stride
