@@ -96,6 +96,11 @@ class _Part:
     is_proven: bool = False
 
     @property
+    def is_complete(self) -> bool:
+        """Whether its pieces are here, and are those that were asked for."""
+        return self.is_proven and self.phase is _Phase.HERE
+
+    @property
     def wire_bytes(self) -> int:
         """That are read of the slot."""
         if not self.level:
@@ -122,7 +127,6 @@ class GatheredRead:
         self._reading: deque[_Part] = deque()
         self._unpacking: deque[_Part] = deque()
         self._unproven: list[_Part] = []
-        self._num_unproven = len(self._parts)
         self._unprepared = iter(self._parts)
         self._num_steps = len(self._parts) * (_Phase.HERE - _Phase.WAITING + 2)
         self._words: Words | None = None
@@ -174,15 +178,16 @@ class GatheredRead:
 
     def _count(self) -> None:
         for part in self._parts:
-            if self._is_complete(part):
+            if part.is_complete:
                 self.num_gathered += int(self._lengths[part.pieces].sum())
                 self.num_saved += part.num_bytes - part.wire_bytes
         if self._rest is not None:
             self.num_merged += self._rest.num_merged
 
-    @staticmethod
-    def _is_complete(part: _Part) -> bool:
-        return part.is_proven and part.phase is _Phase.HERE
+    @property
+    def _is_read(self) -> bool:
+        """Whether all slots have been read, if not proven or unpacked."""
+        return not (self._waiting or self._packed or self._reading)
 
     def _go_on(self) -> None:
         """Go on with what has ended, the oldest first; reads are begun before anything is unpacked,
@@ -233,8 +238,8 @@ class GatheredRead:
             is_old = self._words is not None and self._words.is_open
             if self._see_words() and is_old:
                 self._see_words()  # what has ended since that look was begun
-            words, is_needed = self._words, self._num_unproven and not self._failure
-            if words is not None and not words.is_open and not is_needed:
+            words, is_over = self._words, self._is_read and not self._unproven
+            if words is not None and not words.is_open and (self._failure or is_over):
                 self._words = None
                 words.close()
         except Exception as error:  # noqa: BLE001 NIXL raises many types
@@ -248,8 +253,7 @@ class GatheredRead:
         num_slots, num_read = self._reader.peer.offer.num_slots, len(self._unproven)
         if self._waiting and not self._packed and len(self._reading) + num_read < num_slots:
             return True
-        is_last = not (self._waiting or self._packed or self._reading)
-        return num_read > 0 and (is_last or 2 * num_read >= num_slots)
+        return num_read > 0 and (self._is_read or 2 * num_read >= num_slots)
 
     def _see_words(self) -> bool:
         """Begin a look unless one is under way, and judge by what it has found; False where nothing
@@ -297,11 +301,10 @@ class GatheredRead:
         for part in self._proving:
             part.is_proven = True
         self._num_steps -= len(self._proving)
-        self._num_unproven -= len(self._proving)
         self._moved = time.monotonic()
         self._unproven = [part for part in self._unproven if not part.is_proven]
         taken = [part.word & (1 << PART_BITS) - 1 for part in self._proving]
-        self._say(taken, ends=not self._num_unproven)
+        self._say(taken, ends=self._is_read and not self._unproven)
 
     def _max_level(self, part: _Part) -> int:
         return max_level(num_blocks(part.num_bytes)) if self._compresses else 0
@@ -387,7 +390,7 @@ class GatheredRead:
         missing = [
             np.arange(part.pieces.start, part.pieces.stop)
             for part in self._parts
-            if not self._is_complete(part)
+            if not part.is_complete
         ]
         if not missing:
             return
