@@ -100,10 +100,9 @@ class Variant:
 
 def on_gpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
     """Both prefill servers and the decode server, not started."""
-    longest = max(args.histories) + 2 * (args.new_tokens + args.answer_tokens) + 64
     setup = Setup(
         *("cuda", folder),
-        max_tokens=longest,
+        max_tokens=longest_of(args),
         concurrency=2,
         gpus=args.gpus,
         gpu_memory=0.0,
@@ -120,6 +119,11 @@ def on_gpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
     return gpu_engines.make(setup, shapes, 2048, extra_of(args))
 
 
+def longest_of(args: argparse.Namespace) -> int:
+    """Tokens that the longest conversation may come to."""
+    return max(args.histories) + 2 * (args.new_tokens + args.answer_tokens) + 64
+
+
 def extra_of(args: argparse.Namespace) -> dict[str, Any]:
     """Of the connector's configuration."""
     return {"reuse_blocks": True, "reuse_lookup_timeout": args.lookup_seconds}
@@ -131,7 +135,7 @@ def on_cpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL, indent=1))
     write_tokenizer(model, VOCABULARY)
-    longest = max(args.histories) + 2 * (args.new_tokens + args.answer_tokens) + 64
+    longest = longest_of(args)
     common = ["--load-format", "dummy", "--max-model-len", str(longest)]
     num_blocks = 4 * (NUM_TURNS * (longest // cluster.BLOCK_SIZE + 1))
     common += ["--num-gpu-blocks-override", str(num_blocks)]
@@ -156,14 +160,14 @@ def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
         variants: list[Variant] = []
         for engines, prefill in ((CACHED, cached), (BARE, bare)):
             for reuse, options in ((OFF, []), (ON, ["--reuse-blocks"])):
-                made = ProxyServer(
+                proxy = ProxyServer(
                     f"{prefill.name}-{reuse}",
                     [prefill.url],
                     [decode.url],
                     folder,
                     args=[*cluster.PATIENT_PROXY_ARGS, *options],
                 )
-                variants.append(Variant(engines, reuse, stack.enter_context(made), prefill))
+                variants.append(Variant(engines, reuse, stack.enter_context(proxy), prefill))
         yield variants
 
 

@@ -160,9 +160,13 @@ class _Engine:
         left = self.queue[0].left if self.queue and self.queue[0].is_in else 0
         return max(0, self.hardware.step_tokens - len(self.running) - left)
 
+    def free(self, request: Request) -> None:
+        """Its prompt is kept no more, or with its answer."""
+        self.reserved = max(0, self.reserved - request.size)
+
     def join(self, request: Request) -> None:
         """An answer goes on with the next step."""
-        self.reserved = max(0, self.reserved - request.size)
+        self.free(request)
         self.running.append(request)
         self.context += request.size
 
@@ -394,8 +398,7 @@ class Simulation:
         if request.prefill == request.decode:
             self._join(request)
         else:
-            source = self.engines[request.prefill]
-            source.reserved = max(0, source.reserved - request.size)
+            self.engines[request.prefill].free(request)
             self._start(request.prefill)
             seconds = self.engines[request.decode].hardware.second_token
             self._at(self.now + seconds, self._join, request)
@@ -405,7 +408,7 @@ class Simulation:
         if not engine.is_up:
             self._lose(request)
         elif request.tokens >= request.arrival.output_tokens:
-            engine.reserved = max(0, engine.reserved - request.size)
+            engine.free(request)
             self._end(request)
         elif request.is_handed_over and not request.num_preempted:
             engine.joining.append(request)
