@@ -28,7 +28,7 @@ from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome, ProxyError
 from vllm_commext.proxy.response import Opened, failures_of
 from vllm_commext.proxy.resume import MAX_RESUMES, Resume
-from vllm_commext.proxy.transcript import KNOWN, Transcript, told
+from vllm_commext.proxy.transcript import KNOWN, Transcript, count_told
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -216,7 +216,7 @@ class Mover:
         one that has not heard of `KNOWN` repeats at once."""
         events, cutter, count = opened.first, opened.cutter, 0
         while cutter is not None:
-            more, has_ended = told(events)
+            more, has_ended = count_told(events)
             count += more
             if has_ended is not False:
                 return Resume.RESUMED if has_ended else Resume.FAILED

@@ -345,7 +345,7 @@ class Transcript:
         return b""
 
 
-def told(events: bytes) -> tuple[int, bool | None]:
+def count_told(events: bytes) -> tuple[int, bool | None]:
     """Tokens that whole *events* tell of, and whether an answer ends with them; None where the
     engine has given it up, or says what is not known here."""
     count = 0
