@@ -39,7 +39,7 @@ from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_lora import write_lora
-from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
+from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
 from vllm_commext.proxy.resume import Resume
 
@@ -144,8 +144,7 @@ def servers(
 ) -> Iterator[Servers]:
     kind, reuses, does = request.param
     folder = tmp_path_factory.mktemp(kind)
-    tiny = write_tiny_model(folder / kind, kind, num_layers=FEW_LAYERS.get(kind))
-    model = with_markup(tiny, folder / "model")
+    model = with_markup(write_tiny_model(folder / kind, kind), folder / "model")
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = [*KINDS[kind].cpu_options, "--chat-template", str(template)]
