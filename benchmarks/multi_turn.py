@@ -126,7 +126,11 @@ def longest_of(args: argparse.Namespace) -> int:
 
 def extra_of(args: argparse.Namespace) -> dict[str, Any]:
     """Of the connector's configuration."""
-    return {"reuse_blocks": True, "reuse_lookup_timeout": args.lookup_seconds}
+    return {
+        "reuse_blocks": True,
+        "reuse_lookup_timeout": args.lookup_seconds,
+        "reuse_min_tokens": args.min_tokens,
+    }
 
 
 def on_cpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
@@ -318,6 +322,7 @@ def arguments() -> argparse.Namespace:
     add("--answer-tokens", type=int, default=64)
     add("--rounds", type=int, default=7, help="measured conversations of each kind")
     add("--lookup-seconds", type=float, default=0.5, help="reuse_lookup_timeout")
+    add("--min-tokens", type=int, default=0, help="reuse_min_tokens")
     add("--gpus", nargs=2, default=[], metavar=("P", "D"), help="run there, not on CPUs")
     add("--kv-gib", type=float, default=16.0, help="KV cache of each server on a GPU")
     add("--start-seconds", type=float, default=400.0, help="for one there to become ready")

@@ -82,6 +82,7 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     values: dict[str, Any] = {
         "reuse_blocks": True,
         "reuse_lookup_timeout": BOUND_SECONDS,
+        "reuse_min_tokens": 0,
         **settings,
     }
     core = Core(folder, role, side_channel_port=port, **values)

@@ -156,6 +156,38 @@ def test_what_is_here_already_is_not_read(make: MakeEngine, is_async: bool) -> N
     assert len(reader.loads) == 1
 
 
+@pytest.mark.parametrize(("least", "is_awaited"), [(13, True), (14, False)])
+def test_an_answer_is_awaited_only_where_it_can_bring_enough(
+    make: MakeEngine, least: int, is_awaited: bool
+) -> None:
+    owner, reader = make("kv_consumer"), make("kv_producer", reuse_min_tokens=least)
+    reader.ask("first", PROMPT)
+    reader.side._reuse._finder.is_done = lambda request_id: False
+    prompt = [*PROMPT, *range(60, 73)]
+    reader.add("turn-2", prompt, owner)
+    request = reader.core.scheduler.requests["turn-2"]
+    num_here = len(PROMPT) // BLOCK * BLOCK
+    assert len(prompt) - 1 - num_here == 13
+    assert reader.side.prompts.num_tokens(request, num_here) == (None if is_awaited else 0)
+    del reader.side._reuse._finder.is_done
+    turn_until(reader.core, lambda: has_ended(reader.core, "turn-2"))
+    assert reader.core.answer("turn-2").tokens == answer_to(prompt, 1)
+
+
+@pytest.mark.parametrize(("least", "num_loads"), [(8, 1), (9, 0)])
+def test_what_others_have_is_read_only_where_it_is_enough(
+    make: MakeEngine, least: int, num_loads: int
+) -> None:
+    """Of the prompt's 13 tokens that are not here the other engine has 8."""
+    owner, reader = make("kv_consumer"), make("kv_producer", reuse_min_tokens=least)
+    reader.ask("first", PROMPT)
+    history = PROMPT + owner.ask("turn-1", PROMPT, max_tokens=10)
+    prompt = [*history, 7, 8, 9]
+    assert reader.ask("turn-2", prompt, owner) == answer_to(prompt, 1)
+    assert len(reader.loads) == num_loads
+    assert reader.num_computed("turn-2") == len(prompt) - (28 if num_loads else 20)
+
+
 @IS_ASYNC
 def test_a_load_that_fails_is_computed_here_whatever_the_policy(
     make: MakeEngine, is_async: bool

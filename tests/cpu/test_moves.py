@@ -99,12 +99,13 @@ def test_a_fleet_drains_one_after_the_other_under_load(
     model: Path, tmp_path: Path, moves: bool
 ) -> None:
     """None of its streams is lost; without moves a drain waits for the longest answer."""
+    extra = {"reuse_blocks": True, "reuse_min_tokens": 0}
     engines = {
         name: cluster.engine_server(
             name,
             model,
             tmp_path,
-            cluster.kv_transfer_config(role, policy="recompute", extra={"reuse_blocks": True}),
+            cluster.kv_transfer_config(role, policy="recompute", extra=extra),
             args=fleet.DRAIN_ARGS,
             environ=fleet.drain_environ(tmp_path, name),
         )

@@ -169,7 +169,7 @@ def servers(
         cluster.plain_server(f"plain{number}", path, folder, environ=cluster.PLAIN_ENVIRON)
         for number, path in enumerate(models)
     ]
-    extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0}
+    extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0, "reuse_min_tokens": 0}
     extra["kv_lease_duration"] = LEASE_SECONDS
     prefill, decode = (
         cluster.engine_server(

@@ -163,7 +163,7 @@ def servers(
             name,
             model,
             folder,
-            cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses}),
+            cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses, "reuse_min_tokens": 0}),
             args=[*args, *fleet.DRAIN_ARGS],
             environ=fleet.drain_environ(folder, name),
         )

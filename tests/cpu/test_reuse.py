@@ -52,7 +52,7 @@ def started(model: Path, folder: Path, p_tp: int = 1, d_tp: int = 1) -> Iterator
         ("prefill", "kv_producer", p_tp, ["--no-enable-prefix-caching"]),
         ("decode", "kv_consumer", d_tp, ["--num-gpu-blocks-override", str(DECODE_BLOCKS)]),
     ):
-        extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0}
+        extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0, "reuse_min_tokens": 0}
         config = cluster.kv_transfer_config(role, extra=extra)
         options: dict[str, Any] = {"args": args, "environ": environ, "tensor_parallel_size": tp}
         made.append(cluster.engine_server(name, model, folder, config, **options))

@@ -62,6 +62,8 @@ class ConnectorConfig:
             engines involved. See ``reuse``.
         reuse_lookup_timeout: how long a request waits for the answer which of its blocks those
             engines have; without one it is computed here.
+        reuse_min_tokens: fewer tokens of a prompt are not read from those engines but computed,
+            and their answer is not waited for where it could bring no more.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
         mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
@@ -108,6 +110,7 @@ class ConnectorConfig:
     stream_begin_timeout: float = 300.0
     reuse_blocks: bool = False
     reuse_lookup_timeout: float = 0.5
+    reuse_min_tokens: int = 1024
     side_channel_secret_file: str = ""
 
 
@@ -146,7 +149,7 @@ def parse_config(
 def _checked(key: str, value: Any) -> Any:
     if key in _SECONDS:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
-    if key == "num_threads":
+    if key in ("num_threads", "reuse_min_tokens"):
         return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
     if key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces"):
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)

@@ -35,8 +35,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ("UCX", "GDS"), ("UCX", "GDS")),
     ("backend_params", {}, {}),
     ("backend_params", {"split_batch_size": "64"}, {"split_batch_size": "64"}),
-    ("num_threads", 0, 0),
-    ("num_threads", 8, 8),
+    *((key, value, value) for key in ("num_threads", "reuse_min_tokens") for value in (0, 8)),
     ("max_peers", 1, 1),
     ("max_bytes_in_flight", 1 << 40, 1 << 40),
     *((key, value, value) for key in FLAGS for value in (False, True)),
@@ -62,7 +61,11 @@ GOOD: list[tuple[str, Any, Any]] = [
 BAD: list[tuple[str, Any]] = [
     *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
     *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
-    *(("num_threads", value) for value in (-1, 1.5, "4", True, None)),
+    *(
+        (key, value)
+        for key in ("num_threads", "reuse_min_tokens")
+        for value in (-1, 1.5, "4", True, None)
+    ),
     *(
         (key, value)
         for key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces")

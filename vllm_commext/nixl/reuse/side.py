@@ -169,6 +169,7 @@ class ReuseSide:
         self.has_steps = False
         self._engine = engine
         self._names = Names(reusing.configuration, reusing.block_size)
+        self._least = max(engine.config.reuse_min_tokens, reusing.block_size)
         self._finder = BlockFinder(
             engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
         )
@@ -254,12 +255,12 @@ class ReuseSide:
 
     def num_tokens(self, state: LoadState, num_computed: int) -> int | None:
         """Tokens of a request beyond ``num_computed``, which are here, that others have, whole
-        blocks; None while they are asked."""
+        blocks; None while they are asked. Those that are computed sooner than read are none."""
         if state.phase is LoadPhase.ASKED:
             if not self.has_steps:
                 self._refuse(NoReuse.STEPS.meaning)
             most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
-            is_useful = self._is_on and most - num_computed >= block_size
+            is_useful = self._is_on and most - num_computed >= self._least
             if is_useful and not self.is_answered(state.request_id):
                 return None
             state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
@@ -267,7 +268,8 @@ class ReuseSide:
         is_known = self._is_on and state.phase is LoadPhase.KNOWN
         if not (is_known and isinstance(state.answer, FoundBlocks)):
             return 0
-        return max(0, len(state.answer.block_ids) * self._names.block_size - num_computed)
+        num_tokens = len(state.answer.block_ids) * self._names.block_size - num_computed
+        return num_tokens if num_tokens >= self._least else 0
 
     def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
         """Where ``num_external`` tokens of a request are to be read; None where nothing is."""
