@@ -15,61 +15,39 @@ the last bits of bfloat16 depend on what is computed together, it counts those t
     python benchmarks/multi_turn.py --gpus 0 1 --histories 8000 --answer-tokens 256 --out OUT
 
 On GPUs, both prefill servers' and the decode server's, the model is 8B-shaped.
+
+With `--others` it measures what third turns cost others, see `turns/others.py`:
+
+    python benchmarks/multi_turn.py --others 4 0 --others-tokens 32 --turns 3 --rounds 3 \
+        --histories 500 --out OUT
+    python benchmarks/multi_turn.py --gpus 0 1 --others 16 0 --histories 8000 \
+        --answer-tokens 256 --min-tokens 1024 --rounds 3 --out OUT
 """
 
 import argparse
 import json
 import random
+import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import repository  # noqa: F401
-from handovers.variants import Setup
 from machine import load_average, machine
-from moving import engines as gpu_engines
-from moving.engines import Shape
+from turns import others
+from turns.engines import NUM_TURNS, OFF, ON, ON_CPUS, ON_GPUS, Variant, started
 
 from tests.kit import cluster, parity
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.prompts import PRINTABLE
-from tests.kit.servers import ProxyServer, Server, VllmServer
-from tests.kit.tiny_kinds import BOS_ID, EOS_ID
-from tests.kit.tiny_model import write_tokenizer
 
-CACHED, BARE = "P with its own cache", "P without"
-OFF, ON = "off", "on"
-NUM_TURNS = 4
 MEASURED_TURN = 3
-VOCABULARY = 512
-ON_CPUS = (
-    f"Llama, 4 layers of 512, float32, one thread a server, blocks of {cluster.BLOCK_SIZE} tokens"
-)
-ON_GPUS = "Llama, 8B-shaped, bfloat16, blocks of 16 tokens"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
-MODEL: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 16384,
-    "torch_dtype": "float32",
-    "bos_token_id": BOS_ID,
-    "eos_token_id": EOS_ID,
-    "tie_word_embeddings": False,
-}
 
 
 @dataclass(frozen=True)
@@ -86,93 +64,6 @@ class Sample:
     blocks: float
     in_vain: float
     first_token_ms: float
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A proxy, and the prefill server behind it."""
-
-    engines: str
-    reuse: str
-    proxy: Server
-    prefill: Server
-
-
-def on_gpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
-    """Both prefill servers and the decode server, not started."""
-    setup = Setup(
-        *("cuda", folder),
-        max_tokens=longest_of(args),
-        concurrency=2,
-        gpus=args.gpus,
-        gpu_memory=0.0,
-        start_seconds=args.start_seconds,
-        server_args=args.server_args,
-    )
-    source, target = args.gpus
-    bare = ("--no-enable-prefix-caching",)
-    shapes = [
-        Shape("prefill", source, args.kv_gib),
-        Shape("prefill", source, args.kv_gib, bare),
-        Shape("decode", target, args.kv_gib),
-    ]
-    return gpu_engines.make(setup, shapes, 2048, extra_of(args))
-
-
-def longest_of(args: argparse.Namespace) -> int:
-    """Tokens that the longest conversation may come to."""
-    return max(args.histories) + 2 * (args.new_tokens + args.answer_tokens) + 64
-
-
-def extra_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Of the connector's configuration."""
-    return {
-        "reuse_blocks": True,
-        "reuse_lookup_timeout": args.lookup_seconds,
-        "reuse_min_tokens": args.min_tokens,
-    }
-
-
-def on_cpus(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
-    """The same on CPUs."""
-    model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL, indent=1))
-    write_tokenizer(model, VOCABULARY)
-    longest = longest_of(args)
-    common = ["--load-format", "dummy", "--max-model-len", str(longest)]
-    num_blocks = 4 * (NUM_TURNS * (longest // cluster.BLOCK_SIZE + 1))
-    common += ["--num-gpu-blocks-override", str(num_blocks)]
-
-    def engine(name: str, role: str, *more: str) -> VllmServer:
-        config = cluster.kv_transfer_config(role, extra=extra_of(args))
-        return cluster.engine_server(name, model, folder, config, args=[*common, *more])
-
-    return [
-        engine("prefill-cached", "kv_producer"),
-        engine("prefill-bare", "kv_producer", "--no-enable-prefix-caching"),
-        engine("decode", "kv_consumer"),
-    ]
-
-
-@contextmanager
-def started(args: argparse.Namespace, folder: Path) -> Iterator[list[Variant]]:
-    """All servers, ready."""
-    made = (on_gpus if args.gpus else on_cpus)(args, folder)
-    cached, bare, decode = made
-    with cluster.all_ready(made), ExitStack() as stack:
-        variants: list[Variant] = []
-        for engines, prefill in ((CACHED, cached), (BARE, bare)):
-            for reuse, options in ((OFF, []), (ON, ["--reuse-blocks"])):
-                proxy = ProxyServer(
-                    f"{prefill.name}-{reuse}",
-                    [prefill.url],
-                    [decode.url],
-                    folder,
-                    args=[*cluster.PATIENT_PROXY_ARGS, *options],
-                )
-                variants.append(Variant(engines, reuse, stack.enter_context(proxy), prefill))
-        yield variants
 
 
 def ask(url: str, prompt: Sequence[int], salt: str, count: int) -> tuple[float, list[int]]:
@@ -306,7 +197,7 @@ def markdown(rows: Sequence[Row], notes: Mapping[str, Any]) -> str:
     lines = [f"| {' | '.join(rows[0])} |", "|" + "---|" * len(rows[0])]
     for row in rows:
         cells = [f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()]
-        if row["turn"] == MEASURED_TURN:
+        if row.get("turn") == MEASURED_TURN:
             cells = [f"**{cell}**" for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {key}: {value}" for key, value in notes.items()), ""])
@@ -317,11 +208,21 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--histories", type=int, nargs="+", default=[500, 2000], help="tokens before turn 3")
+    add(
+        "--histories",
+        type=int,
+        nargs="+",
+        default=[500, 2000],
+        help="tokens before turn 3; one with --others",
+    )
     add("--new-tokens", type=int, default=48, help="of each further turn")
     add("--answer-tokens", type=int, default=64)
     add("--rounds", type=int, default=7, help="measured conversations of each kind")
     add("--lookup-seconds", type=float, default=0.5, help="reuse_lookup_timeout")
+    add("--others", type=int, nargs=2, default=[0, 0], metavar=("D", "P"), help="requests at each")
+    add("--others-tokens", type=int, default=128, help="of the answer of each of them")
+    add("--turns", type=int, default=6, help="third turns beside them, one after the other")
+    add("--seconds", type=float, default=4.0, help="in which these begin")
     add("--min-tokens", type=int, default=0, help="reuse_min_tokens")
     add("--gpus", nargs=2, default=[], metavar=("P", "D"), help="run there, not on CPUs")
     add("--kv-gib", type=float, default=16.0, help="KV cache of each server on a GPU")
@@ -333,25 +234,34 @@ def arguments() -> argparse.Namespace:
     least = 2 * args.answer_tokens + args.new_tokens + 1
     if min(args.histories) < least:
         parser.error(f"--histories: expected at least {least}, for what two turns bring")
+    if any(args.others) and len(args.histories) > 1:
+        parser.error("--others: expected one of --histories")
     return args
 
 
 def main() -> int:
-    args = arguments()
+    args, begun = arguments(), time.monotonic()
     notes: dict[str, Any] = {
         "machine": machine("nixl", "torch", cuda=bool(args.gpus)),
         "commit": args.commit,
         "load average at the start": load_average(),
         "model": ON_CPUS if not args.gpus else ON_GPUS,
-        "command": " ".join(sys.argv),
+        "command": shlex.join(["python", *sys.argv]),
     }
     with (
         tempfile.TemporaryDirectory(prefix="multi-turn-") as folder,
         started(args, Path(folder)) as variants,
     ):
-        samples, notes["answers that differ"] = measure(args, variants)
+        notes["seconds to start"] = f"{time.monotonic() - begun:.0f}"
+        print(f"ready after {notes['seconds to start']} s", flush=True)
+        if any(args.others):
+            samples = others.measure(args, variants)
+            rows = others.rows_of(samples)
+        else:
+            samples, notes["answers that differ"] = measure(args, variants)
+            rows = rows_of(samples)
+    notes["seconds in all"] = f"{time.monotonic() - begun:.0f}"
     notes["load average at the end"] = load_average()
-    rows = rows_of(samples)
     text = markdown(rows, notes)
     print(text)
     if args.out:

@@ -22,11 +22,12 @@ _END = b"\n\n"
 
 @dataclass
 class Stream:
-    """One greedy answer of exactly *num_tokens*; times: of each event that has tokens; ids: of all
-    tokens; error: what went wrong, or empty."""
+    """One greedy answer of exactly *num_tokens*; salt: of its conversation; times: of each event
+    that has tokens; ids: of all tokens; error: what went wrong, or empty."""
 
     prompt: Sequence[int]
     num_tokens: int
+    salt: str = ""
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     num_told: int = 0
@@ -39,10 +40,13 @@ class Stream:
             **{"model": model, "prompt": list(self.prompt), "max_tokens": self.num_tokens},
             **{"temperature": 0.0, "ignore_eos": True, "stream": True, "return_token_ids": True},
             "stream_options": {"include_usage": True},
+            **({"cache_salt": self.salt} if self.salt else {}),
         }
+        headers = {"X-Session-ID": self.salt} if self.salt else {}
         rest, is_whole = b"", False
         try:
-            async with session.post(f"{url}/v1/completions", json=body) as response:
+            request = session.post(f"{url}/v1/completions", json=body, headers=headers)
+            async with request as response:
                 if response.status != 200:
                     self.error = f"HTTP {response.status}: {(await response.text())[:200]}"
                     return
