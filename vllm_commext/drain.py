@@ -21,13 +21,10 @@ VARIABLE = "COMMEXT_DRAIN_FILE"
 """Not called ``VLLM_...``: vLLM hands such variables on to other hosts, which have other files."""
 HEADER = "X-Commext-Draining"
 """In an answer that refuses work for this reason alone: nothing of it was begun."""
-LEAVING = "X-Commext-Leaving"
-"""In a request that repeats one under way here, which another engine is to go on with."""
 LOOK_SECONDS = 0.1
 MIDDLEWARE = "vllm_commext.drain.Gate"
 """What vLLM's option ``--middleware`` takes."""
 
-_LEAVING = LEAVING.lower().encode()
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -64,9 +61,8 @@ def drain_file(environ: Mapping[str, str] = os.environ) -> DrainFile | None:
 class Gate:
     """ASGI middleware in front of an engine's HTTP server.
 
-    While the engine drains, it answers ``/health`` and every POST but those with ``LEAVING`` with
-    503 and ``HEADER``, and accepts no WebSocket; what is under way goes on, and so do metrics and
-    all else that only reads.
+    While the engine drains, it answers ``/health`` and every POST with 503 and ``HEADER``, and
+    accepts no WebSocket; what is under way goes on, and so do metrics and all else that only reads.
 
     Raises:
         ConfigError: the environment names no file.
@@ -87,8 +83,7 @@ class Gate:
         """Serve or refuse one connection's request."""
         is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
         is_health = scope.get("path") == "/health"
-        drains = (is_work or is_health) and self._file.is_there()
-        if drains and (is_health or not _repeats(scope)):
+        if (is_work or is_health) and self._file.is_there():
             await self._refuse(scope, receive, send)
             return
         self._num_in_flight += is_work
@@ -114,8 +109,3 @@ class Gate:
         headers = [(b"content-type", b"application/json"), (HEADER.lower().encode(), b"1")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
-
-
-def _repeats(scope: Scope) -> bool:
-    """Whether a request repeats one under way here."""
-    return any(name == _LEAVING for name, _ in scope.get("headers", ()))

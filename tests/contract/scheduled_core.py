@@ -320,6 +320,19 @@ def has_ended(core: Core, name: str) -> bool:
     return core.answer(name).finish_reason is not None
 
 
+def written(core: Core, step: Any) -> set[int]:
+    """Blocks that the step's tokens go to, before it is executed."""
+    manager, found = core.scheduler.kv_cache_manager, set[int]()
+    cached = step.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    for name, num_tokens in step.num_scheduled_tokens.items():
+        (ids,) = manager.get_block_ids(name)
+        ends = range(starts[name], starts[name] + num_tokens)
+        found |= {ids[one // BLOCK] for one in ends}
+    return found
+
+
 def free(core: Core) -> int:
     """Blocks of its KV cache that nothing holds."""
     return core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -92,34 +92,6 @@ def test_the_beginning_is_told_at_once(make_core: MakeCore) -> None:
     core.run("r")
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
-@pytest.mark.parametrize("case", ENDS)
-def test_a_beginning_that_is_known_is_not_told(make_core: MakeCore, case: str, role: str) -> None:
-    """Unless the answer ends with it."""
-    num_begun, sampling, end = ENDS[case]
-    reads = role != "kv_producer"
-    params = prefilled(make_core("kv_producer"), PROMPT) if reads else {}
-    core = make_core(role)
-    got = resume(core, WHOLE[:num_begun], {**params, "answer_is_known": True}, **sampling)
-    assert got.tokens == (WHOLE[:end] if end == num_begun else WHOLE[num_begun:end])
-    assert got.finish_reason == (FinishReason.LENGTH if end == MOST else FinishReason.STOP)
-    assert core.ways == {FirstToken.RESUMED: 1}
-
-
-@pytest.mark.parametrize("value", [1, "true", [True], None, False])
-def test_what_does_not_say_that_it_is_known_is_told(make_core: MakeCore, value: Any) -> None:
-    got = resume(make_core("kv_consumer"), WHOLE[:9], {"answer_is_known": value})
-    assert got.tokens == WHOLE
-
-
-def test_a_first_token_is_told_whatever_is_known(make_core: MakeCore) -> None:
-    params = prefilled(make_core("kv_producer"), PROMPT)
-    core = make_core("kv_consumer")
-    core.add(request_of("r", PROMPT, {**params, "answer_is_known": True}, max_tokens=MOST))
-    core.run("r")
-    assert core.answer("r").tokens == WHOLE
-
-
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_is_computed_here(make_core: MakeCore, policy: str) -> None:
     core = make_core("kv_consumer", policy=policy)

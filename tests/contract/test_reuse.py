@@ -33,6 +33,7 @@ from tests.contract.scheduled_core import (
     free,
     next_token,
     request_of,
+    written,
 )
 from vllm_commext.compat.first_token import defer_frees
 from vllm_commext.nixl.config import parse_config
@@ -57,19 +58,6 @@ def answer_to(tokens: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         said.append(next_token(said))
     return said[len(tokens) :]
-
-
-def written(core: Core, step: Any) -> set[int]:
-    """Blocks that the step's tokens go to, before it is executed."""
-    manager, found = core.scheduler.kv_cache_manager, set[int]()
-    cached = step.scheduled_cached_reqs
-    starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-    starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    for name, count in step.num_scheduled_tokens.items():
-        (ids,) = manager.get_block_ids(name)
-        ends = range(starts[name], starts[name] + count)
-        found |= {ids[one // BLOCK] for one in ends}
-    return found
 
 
 MakeEngine = Callable[..., Engine]

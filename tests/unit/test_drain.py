@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.cli import main
-from vllm_commext.drain import HEADER, LEAVING, LOOK_SECONDS, VARIABLE, DrainFile, Gate, drain_file
+from vllm_commext.drain import HEADER, LOOK_SECONDS, VARIABLE, DrainFile, Gate, drain_file
 from vllm_commext.errors import ConfigError
 
 METRICS = """# HELP vllm:num_requests_running Requests.
@@ -54,16 +54,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(VARIABLE, str(path))
     monkeypatch.setattr("vllm_commext.drain.LOOK_SECONDS", 0.0)
     return path
-
-
-def test_what_repeats_a_request_under_way_is_served_all_the_same(file: Path) -> None:
-    file.touch()
-    again = Connection("POST", "/v1/completions")
-    again.scope["headers"] = [(LEAVING.lower().encode(), b"1")]
-    assert again.answer(Gate(app)) == ["served"]
-    health = Connection("GET", "/health")
-    health.scope["headers"] = again.scope["headers"]
-    assert health.answer(Gate(app)) != ["served"]
 
 
 @pytest.mark.parametrize(

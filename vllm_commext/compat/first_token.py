@@ -21,7 +21,7 @@ not is known at its end alone, so that the worker side keeps all of these failur
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,7 +33,7 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
-from vllm_commext.nixl.wire.params import is_for_decode, is_known, params_of
+from vllm_commext.nixl.wire.params import is_for_decode, params_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,11 +88,15 @@ class Source(Protocol):
     """The connector's scheduler side, as far as it is asked here."""
 
     def note_step(
-        self, defer_frees: Callable[[], bool], keep_blocks: Callable[[Request, int], list[int]]
+        self,
+        defer_frees: Callable[[], bool],
+        keep_blocks: Callable[[Request, int], list[int]],
+        running: RunningRequests,
     ) -> None:
         """The engine is going to take a step; ``defer_frees`` has blocks kept that a step under way
         may write to, and says whether they are; ``keep_blocks`` gives the blocks of a request's
-        first tokens to the prefix cache, and returns all that it holds, of its first group."""
+        first tokens to the prefix cache, and returns all that it holds, of its first group;
+        ``running`` are the requests that run, each with its blocks of that group."""
         ...
 
     def take_first_tokens(
@@ -125,7 +129,11 @@ class FirstTokens:
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         scheduler = core.scheduler
-        self._source.note_step(lambda: defer_frees(scheduler), partial(keep_blocks, scheduler))
+        self._source.note_step(
+            lambda: defer_frees(scheduler),
+            partial(keep_blocks, scheduler),
+            RunningRequests(scheduler),
+        )
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
@@ -133,8 +141,7 @@ class FirstTokens:
             can_send = _may_begin(core.scheduler, request)
             self._source.note_first_token(request, way if can_send else FirstToken.ENGINE)
             if can_send:
-                known = way is FirstToken.RESUMED and is_known(params_of(request))
-                send(core, request, tokens, is_known=known)
+                send(core, request, tokens)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
@@ -163,15 +170,11 @@ def _is_loading(scheduler: Any, request: Request) -> bool:
     )
 
 
-def send(core: Any, request: Request, tokens: list[int], *, is_known: bool = False) -> None:
-    """Let a request that may begin have generated ``tokens``, and tell its client, which may know
-    them unless they end the answer."""
+def send(core: Any, request: Request, tokens: list[int]) -> None:
+    """Let a request that may begin have generated ``tokens``, and tell its client."""
     scheduler, before = core.scheduler, request.status
     request.append_output_token_ids(tokens)
     has_ended = check_stop(request, scheduler.max_model_len)
-    if is_known and not has_ended:
-        _continue_prompt(request)
-        return
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)
     stats = request.take_prefill_stats()
@@ -241,6 +244,22 @@ def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> list[int]:
         return []
     scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
     return scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+
+
+class RunningRequests:
+    """A scheduler's requests that run, each with its blocks of the first group, as they are when
+    it is gone through; how many there are can be asked from any thread."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __len__(self) -> int:
+        return len(self._scheduler.running)
+
+    def __iter__(self) -> Iterator[tuple[Request, list[int]]]:
+        manager = self._scheduler.kv_cache_manager
+        for request in self._scheduler.running:
+            yield request, manager.get_block_ids(request.request_id)[0]
 
 
 def defer_frees(scheduler: Any) -> bool:

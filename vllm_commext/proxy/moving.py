@@ -1,39 +1,37 @@
 """Streams that leave a decode engine that drains, and go on at another one.
 
-While the old engine goes on, the new one gets what it has computed, by a request for one token
-more. Where decode engines offer blocks to one another, the old one is asked the same first, which
-costs it a step, since its prefix cache has all of it, and puts it on offer. Else a prefill engine
-computes the prompt, and the new one the answer so far; an engine that caches no prefixes gets
-nothing ahead. Then the new engine answers beside the old one, whose events the client gets more
+While the old engine goes on, another one is asked to. Where decode engines offer blocks to one
+another, it reads what the old one has of the stream; else a prefill engine computes the prompt, and
+the new one the answer so far. Then it answers beside the old one, whose events the client gets more
 slowly, until the new one has told as much as the client has. What is drawn without a seed goes on
-otherwise there: then, and where nothing was cached, the stream stops first, at the end of an event,
-and the request is served as after the engine's death. The old engine is let go when the new one has
-repeated what the client has; until then the stream can go on where it was.
+otherwise there: then, and where an engine caches no prefixes, so that what it has computed for an
+answer that is given up is lost, the stream stops first, at the end of an event, and the request is
+served as after the engine's death. The old engine is let go when the new one has repeated what the
+client has; until then the stream can go on where it was.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_commext.proxy.attempts import Attempts
-from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.choice import Plan
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline, end_tasks
-from vllm_commext.proxy.engines import Engine, SideChannelFields
+from vllm_commext.proxy.engines import Engine
 from vllm_commext.proxy.metrics import ProxyMetrics
 from vllm_commext.proxy.outcome import Outcome, ProxyError
 from vllm_commext.proxy.response import Opened, failures_of
 from vllm_commext.proxy.resume import MAX_RESUMES, Resume
-from vllm_commext.proxy.transcript import KNOWN, Transcript, count_told
+from vllm_commext.proxy.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 MAX_MOVES = 3
-"""Streams for which another engine is prepared at a time; others go on meanwhile, and wait for all
+"""Streams whose prompt another engine gets at a time; others go on meanwhile, and wait for all
 prompts that come to an engine in one step."""
 PREPARE_SECONDS = 60.0
 BESIDE_SECONDS = 5.0
@@ -47,10 +45,6 @@ class Steps(Protocol):
 
     async def second_step(
         self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, Any] = ...
-    ) -> Opened: ...
-
-    async def repeat(
-        self, attempts: Attempts, engine: Engine, changes: Mapping[str, Any] = ...
     ) -> Opened: ...
 
     def release(self, attempts: Attempts, request_id: str) -> None: ...
@@ -117,19 +111,40 @@ class Mover:
         self._task = asyncio.create_task(self._prepare())
 
     async def _prepare(self) -> None:
-        result = Resume.FAILED
+        result, beside = Resume.FAILED, None
         try:
             async with self._turns, asyncio.timeout(PREPARE_SECONDS):
-                result = self._reason() or await self._prepared()
+                result, beside = await self._begun()
+            if beside is not None:
+                result = await self._kept_beside(*beside)
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         if result is None:
-            if self._attempts.prefilled is None:
-                await self._answer_beside()
             self.stop()
         else:
             self._steps.release(self._attempts, self._outcome.request_id)
             self._note(result)
+
+    async def _begun(self) -> tuple[Resume | None, tuple[Opened, Transcript] | None]:
+        """Have another engine answer beside the old one, unless it can cache nothing of that; why
+        the stream stays all the same, or None, and that answer, with a transcript that is to try
+        it: of what the engine is told."""
+        attempts, transcript = self._attempts, self._attempts.transcript
+        if (reason := self._reason()) is not None:
+            return reason, None
+        outcome = replace(self._outcome)  # so far the client's request is answered where it was
+        attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
+        attempts.plan = None
+        if not self._changes():
+            await self._steps.first_step(attempts, outcome)
+        reason = attempts.staying()
+        if reason is not None or transcript is None or not attempts.can_warm():
+            return reason, None
+        trial = transcript.trial()
+        opened = await self._steps.second_step(attempts, outcome, self._changes())
+        attempts.prefilled = None
+        attempts.plan = Plan(decode=opened.engine, first_token_at=time.monotonic())
+        return None, (opened, trial)
 
     def _reason(self) -> Resume | None:
         if not self._config.move:
@@ -137,119 +152,37 @@ class Mover:
         too_often = self._attempts.num_resumed >= MAX_RESUMES
         return Resume.FAILED if too_often else self._attempts.staying()
 
-    async def _prepared(self) -> Resume | None:
-        """Prepare another engine; why the stream stays all the same, or None."""
-        attempts = self._attempts
-        outcome = replace(self._outcome)  # so far the client's request is answered where it was
-        attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
-        if places := await self._offered():
-            attempts.plan = None
-            return await self._warmed(outcome, places) or attempts.staying()
-        await self._steps.first_step(attempts, outcome)
-        result = await self._warmed(outcome) if attempts.can_warm() else None
-        return result or attempts.staying()
-
-    async def _offered(self) -> Sequence[SideChannelFields]:
-        """Have the old engine offer to others what it has of the stream; where, if it does."""
+    def _changes(self) -> dict[str, Any]:
+        """Of the request's body, where another engine reads what the old one has of the stream."""
         old = self._attempts.opened
         places = self._attempts.places_at(old.engine) if old is not None else []
-        if old is None or not places:
-            return ()
-        engine = old.engine
-        try:
-            result, _ = await self._computed(
-                lambda changes: self._steps.repeat(self._attempts, engine, changes),
-                may_begin_anew=False,
-            )
-        except ProxyError as error:
-            text = "request %s is computed anew to be moved: %s"
-            logger.info(text, self._outcome.request_id, error)
-            return ()
-        return places if result is Resume.RESUMED else ()
+        if not places:
+            return {}
+        params = self._attempts.body.get("kv_transfer_params") or {}
+        return {"kv_transfer_params": {**params, "reuse_from": places}}
 
-    async def _warmed(
-        self, outcome: Outcome, places: Sequence[SideChannelFields] = ()
-    ) -> Resume | None:
-        """Have another engine cache what the answer is to go on from, which engines at *places*
-        have on offer; why the stream stays all the same, or None."""
-        attempts = self._attempts
-        result, engine = await self._computed(
-            lambda changes: self._steps.second_step(attempts, outcome, changes),
-            may_begin_anew=self._may_begin_anew(),
-            places=places,
-        )
-        if engine is not None:
-            attempts.prefilled, now = None, time.monotonic()
-            attempts.plan = Plan(decode=engine, first_token_at=now)
-        return None if result is Resume.RESUMED else result
-
-    async def _computed(
-        self,
-        ask: Callable[[Mapping[str, Any]], Awaitable[Opened]],
-        *,
-        may_begin_anew: bool,
-        places: Sequence[SideChannelFields] = (),
-    ) -> tuple[Resume | None, Engine | None]:
-        """Have an engine compute what the client has, unless its cache has that, and one token
-        more; whether the stream could go on there, and which engine that is, if one was asked.
-
-        *ask* takes changes of the body. The answer is not told again: the engine would make text of
-        it, for which all its streams wait.
-        """
-        attempts, transcript = self._attempts, self._attempts.transcript
-        if transcript is None or transcript.settle() is not None:
-            return attempts.staying(), None
-        names = [name for name in LENGTHS if name in attempts.body] or ["max_tokens"]
-        params = {**(attempts.body.get("kv_transfer_params") or {}), KNOWN: True}
-        if places:
-            params["reuse_from"] = places
-        lengths = dict.fromkeys(names, transcript.num_tokens + 1)
-        opened = await ask({**lengths, "kv_transfer_params": params})
-        try:
-            result = await self._ended(opened, transcript.num_tokens, may_begin_anew)
-        finally:
-            opened.close()
-        return result, opened.engine
-
-    async def _ended(self, opened: Opened, num_known: int, may_begin_anew: bool) -> Resume:
-        """Read an answer to its end; whether the engine has gone on after *num_known* tokens, which
-        one that has not heard of `KNOWN` repeats at once."""
-        events, cutter, count = opened.first, opened.cutter, 0
-        while cutter is not None:
-            more, has_ended = count_told(events)
-            count += more
-            if has_ended is not False:
-                return Resume.RESUMED if has_ended else Resume.FAILED
-            if 0 < count < num_known and not may_begin_anew:
-                return Resume.ANEW
-            if not (piece := await self._read(opened)):
-                break
-            events = cutter.feed(piece)
-        return Resume.FAILED
-
-    async def _answer_beside(self) -> None:
-        """Have the other engine tell as much as the client has, who goes on meanwhile. Where it
-        does not, the stream stops first."""
-        attempts, transcript = self._attempts, self._attempts.transcript
-        assert transcript is not None  # as those that were prepared have
-        opened = None
+    async def _kept_beside(self, opened: Opened, trial: Transcript) -> Resume | None:
+        """Have the other engine tell as much as the client has, who goes on meanwhile, and keep its
+        answer; why the stream stays, or None. Where it does not in time, the stream stops first."""
+        result = Resume.FAILED
         self.pace(True)
         try:
             async with asyncio.timeout(min(BESIDE_SECONDS, self._config.move_pause_seconds)):
-                opened = await self._steps.second_step(attempts, replace(self._outcome))
-                transcript.settle()
-                trial = transcript.trial()
                 result = await self._caught_up(
-                    opened, trial, may_begin_anew=self._may_begin_anew(), ahead=transcript
+                    *(opened, trial),
+                    may_begin_anew=self._may_begin_anew(),
+                    ahead=self._attempts.transcript,
                 )
-                self._beside = opened if result is Resume.RESUMED else None
         except (ProxyError, TimeoutError) as error:
             logger.info("request %s stops to be moved: %s", self._outcome.request_id, error)
+            return None
         finally:
-            if self._beside is None:
+            if result is Resume.RESUMED:
+                self._beside = opened
+            else:
                 self.pace(False)
-                if opened is not None:
-                    opened.close()
+                opened.close()
+        return None if result is Resume.RESUMED else result
 
     def _told_beside(self) -> Opened | None:
         """The engine that answers beside, where it has told what the client has."""
@@ -280,7 +213,7 @@ class Mover:
                 result, self._outcome.decode = Resume.RESUMED, opened.engine.name
             elif result is Resume.FAILED:
                 async with asyncio.timeout(self._config.move_pause_seconds):
-                    opened = await self._steps.second_step(attempts, self._outcome)
+                    opened = await self._steps.second_step(attempts, self._outcome, self._changes())
                     attempts.prefilled = None
                     trial, may_begin_anew = transcript.trial(), self._may_begin_anew()
                     result = await self._caught_up(opened, trial, may_begin_anew=may_begin_anew)

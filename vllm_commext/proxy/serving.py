@@ -4,12 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.drain import LEAVING
 from vllm_commext.proxy import streams, two_step
 from vllm_commext.proxy.access import SIDE
 from vllm_commext.proxy.affinity import SESSION_HEADER
@@ -200,16 +198,6 @@ class Service:
         if not attempts.num_resumed:
             attempts.cached_tokens = None if prefilled is None else prefilled.cached_tokens
         return await self._decode(attempts, attempts.payload(body), attempts.avoided(), outcome)
-
-    async def repeat(
-        self, attempts: Attempts, engine: Engine, changes: Mapping[str, Any] = NO_CHANGES
-    ) -> Opened:
-        """The answer once more of the engine that has it, though that may take no new work."""
-        payload = attempts.payload({**attempts.body, **changes})
-        payload = replace(payload, headers={**payload.headers, LEAVING: "1"})
-        assert attempts.transcript is not None  # of what is to be repeated
-        payload = attempts.asking(payload, attempts.transcript)
-        return await self._upstream.open_at(engine, payload, max(attempts.tokens - 1, 0))
 
     def _plan(self, attempts: Attempts, outcome: Outcome) -> None:
         """Decide where this attempt is to go, unless the engines' roles do."""

@@ -21,8 +21,8 @@ from vllm_commext.proxy.replay import UNKNOWN, DiffersError, Replay, edited
 from vllm_commext.proxy.resume import Resume, Room
 from vllm_commext.proxy.sse import DONE
 
-ANSWER, KNOWN = "answer_token_ids", "answer_is_known"
-"""In a request's parameters: what an engine is to go on after; and that it need not repeat it."""
+ANSWER = "answer_token_ids"
+"""In a request's parameters: what an engine is to go on after."""
 _GROWTH_BYTES = 16 << 10
 _TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
@@ -343,26 +343,6 @@ class Transcript:
             self.refusal = reason
             self.close()
         return b""
-
-
-def count_told(events: bytes) -> tuple[int, bool | None]:
-    """Tokens that whole *events* tell of, and whether an answer ends with them; None where the
-    engine has given it up, or says what is not known here."""
-    count = 0
-    for event in events.split(_END):
-        if not event.startswith(_DATA) or event == DONE:
-            continue
-        try:
-            content = _DECODER.decode(event[len(_DATA) :])
-        except ValueError:
-            return count, None
-        choice = content.choices[0] if content.choices else _Choice()
-        if _is_given_up(content.error, choice):
-            return count, None
-        count += len(choice.token_ids or ())
-        if choice.finish_reason is not None:
-            return count, True
-    return count, False
 
 
 def _is_given_up(error: Any, choice: _Choice | None) -> bool:

@@ -85,9 +85,9 @@ class Payload:
 
     @property
     def is_loading(self) -> bool:
-        """Whether its engine reads the prompt's KV blocks from another one."""
-        params = self.body.get("kv_transfer_params")
-        return bool(params and params.get("do_remote_prefill"))
+        """Whether the engine that is to answer reads the prompt's KV blocks from another one."""
+        params = self.body.get("kv_transfer_params") or {}
+        return bool(params.get("do_remote_prefill") or params.get("reuse_from"))
 
     @property
     def streams(self) -> bool | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.drain import LEAVING
+from vllm_commext.proxy import moving
 from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.relay import seconds_to_next
 from vllm_commext.proxy.resume import Resume
-from vllm_commext.proxy.transcript import ANSWER, KNOWN
+from vllm_commext.proxy.transcript import ANSWER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -47,25 +47,15 @@ class Told:
 
 class Engines:
     """Behaviour of two decode engines. The first one says two tokens, and the rest once it is let
-    go; the other one repeats what it is told, unless it *hears* that this is known, or begins anew
-    with *answer* in events of one token, and so does the first one where it is asked for what it is
-    saying.
+    go; the other one repeats what it is told, or begins anew, with *answer* in events of one token.
     """
 
     def __init__(self, path: str, answer: Sequence[tuple[int, str]] = ANSWERED) -> None:
         self.path, self.answer = path, answer
         self.release = asyncio.Event()
-        self.goes_on = self.repeats = self.hears = True
-        self.num_repeated = 0
-
-    async def fails(self, call: Any) -> None:
-        await call.answer(500, b"{}")
+        self.goes_on = True
 
     async def first(self, call: Any) -> None:
-        if is_repeated(call):
-            self.num_repeated += 1
-            await (self.second if self.repeats else self.fails)(call)
-            return
         await call.begin_stream()
         for token in ANSWERED[:2]:
             await call.chunk(event(0, self.path, [token], None))
@@ -76,10 +66,7 @@ class Engines:
     async def second(self, call: Any) -> None:
         params = call.body["kv_transfer_params"]
         count = len(params[ANSWER]) if self.goes_on else 1
-        most = call.body.get("max_tokens", len(self.answer))
-        is_told = not (self.goes_on and self.hears and params.get(KNOWN))
-        cuts = [self.answer[:count]] * is_told
-        cuts += [[one] for one in self.answer[count:most]]
+        cuts = [self.answer[:count], *([one] for one in self.answer[count:])]
         await call.begin_stream()
         for number, cut in enumerate(cuts, 1):
             await asyncio.sleep(0 if self.goes_on else 0.05)
@@ -88,14 +75,10 @@ class Engines:
         await call.end_stream()
 
 
-NOTHING, COMPUTED, READ = "not warmed", "warmed", "read"
+NOTHING, COMPUTED, READ = "stopped", "computed", "read"
 AHEAD = (NOTHING, COMPUTED, READ)
-"""What the other engine has before a stream stops: nothing, as engines cache no prefixes; what it
-has computed and P has; what it has read from the first one."""
-
-
-def is_repeated(call: Any) -> bool:
-    return LEAVING.lower() in {name.lower() for name in call.headers}
+"""What the other engine goes on from: what it computes, and P has, once the stream has stopped, as
+engines cache no prefixes; the same while the stream goes on; what it reads from the first one."""
 
 
 def tell(cluster: Any, ahead: str) -> None:
@@ -127,14 +110,13 @@ async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("way", ["goes on", "repeats all", "begins anew"])
+@pytest.mark.parametrize("way", ["goes on", "begins anew"])
 @pytest.mark.parametrize("ahead", AHEAD)
 async def test_a_stream_leaves_an_engine_that_drains(
     kit: Any, path: str, way: str, ahead: str
 ) -> None:
     engines = Engines(path)
-    engines.goes_on = goes_on = way != "begins anew"
-    engines.hears = way != "repeats all"
+    engines.goes_on = way != "begins anew"
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, ahead)
         places = list(cluster.proxy.decode_pool.engines[0].capabilities.offers)
@@ -142,24 +124,12 @@ async def test_a_stream_leaves_an_engine_that_drains(
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
         assert got.names == {("one-0", 1000)}
         first, second = cluster.decode
-        num_left = (
-            2 if ahead == READ and not goes_on else 1
-        )  # what is begun anew there is left, too
-        await kit.until(lambda: first.num_left == num_left, "the first engine to be let go")
-        params = [call.body["kv_transfer_params"] for call in second.calls]
-        most = [call.body.get("max_tokens") for call in second.calls]
-        told = {ANSWER: [1, 2]}
-        known = {**told, KNOWN: True}
-        is_read = ahead == READ and goes_on
-        given = {"reuse_from": places} if is_read else kit.kv_params
-        if ahead == NOTHING:
-            assert (params, most) == ([{**kit.kv_params, **told}], [None])
-        else:
-            assert (params, most) == ([{**given, **known}, told], [3, None])
-        assert len(cluster.prefill[0].calls) == (1 if is_read else 2)
-        asked = [call for call in first.calls if is_repeated(call)]
-        assert [call.body["kv_transfer_params"] for call in asked] == [known] * (ahead == READ)
-        assert [call.body["max_tokens"] for call in asked] == [3] * (ahead == READ)
+        await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
+        (asked,) = second.calls
+        given = {"reuse_from": places} if ahead == READ else kit.kv_params
+        assert asked.body["kv_transfer_params"] == {**given, ANSWER: [1, 2]}
+        assert len(first.calls) == 1
+        assert len(cluster.prefill[0].calls) == (1 if ahead == READ else 2)
         page = await cluster.metrics()
         assert "commext_proxy_move_pause_seconds_count 1.0" in page
         assert 'commext_proxy_resumes_total{result="resumed"} 0.0' in page
@@ -182,15 +152,16 @@ STAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Resume]] = {
 
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("case", STAYS)
-async def test_a_stream_that_cannot_leave_ends_where_it_is(kit: Any, case: str, ahead: str) -> None:
+async def test_a_stream_that_cannot_leave_ends_where_it_is(
+    kit: Any, case: str, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "PREPARE_SECONDS", 0.2)
     body, options, expected = STAYS[case]
     engines = Engines(COMPLETIONS, OTHER if case == "another answer" else ANSWERED)
-    answers = engines.second
 
     async def fails(call: Any) -> None:
         if case == "no answer in time":
-            is_warming = "max_tokens" in call.body
-            await (answers if is_warming else kit.hanging)(call)
+            await kit.hanging(call)
         elif case == "a stream that breaks off":
             await call.begin_stream()
             await call.chunk(event(1, COMPLETIONS, ANSWERED[:1], None))
@@ -203,20 +174,7 @@ async def test_a_stream_that_cannot_leave_ends_where_it_is(kit: Any, case: str, 
         tell(cluster, ahead)
         got = Told(await drained(cluster, engines, body, expected))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
-        assert cluster.decode[0].num_left <= engines.num_repeated
-
-
-async def test_an_engine_that_offers_nothing_after_all_is_read_from_nowhere(kit: Any) -> None:
-    engines = Engines(COMPLETIONS)
-    engines.repeats = False
-    async with kit.cluster(num_decode=2) as cluster:
-        tell(cluster, READ)
-        got = Told(await drained(cluster, engines, {}, Resume.RESUMED))
-        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
-        warming, _ = cluster.decode[1].calls
-        known = {ANSWER: [1, 2], KNOWN: True}
-        assert warming.body["kv_transfer_params"] == {**kit.kv_params, **known}
-        assert len(cluster.prefill[0].calls) == 2
+        assert cluster.decode[0].num_left == 0
 
 
 async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
@@ -297,9 +255,6 @@ class Beside(Engines):
         self.has_more = asyncio.Event()
 
     async def first(self, call: Any) -> None:
-        if is_repeated(call):
-            await super().first(call)
-            return
         await call.begin_stream()
         for number, token in enumerate(ANSWERED, 1):
             if number > 2:
@@ -310,17 +265,15 @@ class Beside(Engines):
         await call.end_stream()
 
     async def second(self, call: Any) -> None:
-        if "max_tokens" not in call.body:
-            self.is_on.release()
-            await self.has_more.wait()
-            self.answer = self.answers.pop(0)
+        self.is_on.release()
+        await self.has_more.wait()
+        self.answer = self.answers.pop(0)
         await super().second(call)
 
 
-async def paced(cluster: Any, engines: Beside) -> Told:
+async def drained_early(cluster: Any, engines: Beside) -> bytes:
     """What a client gets whose engine is drained once it has two tokens, and which gets one more
     while the other engine is asked."""
-    cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
     async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
         got = b""
         while got.count(b"\n\n") < 3:
@@ -330,46 +283,37 @@ async def paced(cluster: Any, engines: Beside) -> Told:
         engines.has_more.set()
         got += await response.read()
     await cluster.idle()
-    return Told(got)
-
-
-async def drained_to_the_end(cluster: Any, first: Any) -> bytes:
-    """All that a client gets whose engine is drained once it has two tokens."""
-    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-        got = await response.content.readany()
-        while got.count(b"\n\n") < 2:
-            got += await response.content.readany()
-        cluster.proxy.registry.drain(frozenset((first.url,)))
-        got += await response.read()
-    await cluster.idle()
     return got
 
 
 async def drained_while_one_hangs(kit: Any, cluster: Any, engines: Beside, num_more: int) -> bytes:
-    """The same where the other engine, asked to go on, does not, while the first one may say so
-    many tokens more."""
+    """All that a client gets whose engine is drained once it has two tokens, where the other engine
+    repeats these alone each time it is asked. The first one may say a token more when it is asked,
+    and so many when it has repeated them."""
     first, second = cluster.decode
 
     async def hangs(call: Any) -> None:
-        if "max_tokens" in call.body:
-            await engines.second(call)
-            return
+        engines.is_on.release()
+        await engines.has_more.wait()
+        await call.begin_stream()
+        await call.chunk(event(1, COMPLETIONS, ANSWERED[:2], None))
         for _ in range(num_more):
             engines.is_on.release()
         await kit.hanging(call)
 
     first.behave, second.behave = engines.first, hangs
-    return await drained_to_the_end(cluster, first)
+    return await drained_early(cluster, engines)
 
 
 async def test_the_client_goes_on_while_the_other_engine_is_asked(kit: Any) -> None:
     engines = Beside(ANSWERED)
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, COMPUTED)
-        got = await paced(cluster, engines)
+        cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
+        got = Told(await drained_early(cluster, engines))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
         told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
-        assert told == [[1, 2], [1, 2]]
+        assert told == [[1, 2]]
         assert 'moves_total{result="resumed"} 1.0' in await cluster.metrics()
 
 
@@ -380,17 +324,18 @@ async def test_an_answer_that_goes_on_otherwise_there_stops_first(kit: Any) -> N
     engines = Beside(otherwise, [*ANSWERED[:3], (7, "z")])
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, COMPUTED)
-        got = await paced(cluster, engines)
+        cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
+        got = Told(await drained_early(cluster, engines))
         assert (got.text, got.is_whole, got.resumed) == ("abcz", True, [1])
         told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
-        assert told == [[1, 2], [1, 2], [1, 2, 3]]
+        assert told == [[1, 2], [1, 2, 3]]
 
 
 async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
     engines = Beside()
     async with kit.cluster(num_decode=2, move_pause_seconds=0.5) as cluster:
         tell(cluster, COMPUTED)
-        got = Told(await drained_while_one_hangs(kit, cluster, engines, 2))
+        got = Told(await drained_while_one_hangs(kit, cluster, engines, 0))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
 
 

@@ -19,6 +19,7 @@ from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import FAILURES, FIRST_TOKENS, HANDOVERS
 from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.requests import Load, Wait
+from vllm_commext.nixl.reuse.offers import Running
 from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.wire.params import (
@@ -163,7 +164,10 @@ class RemotePrompts:
         return True
 
     def note_step(
-        self, defer_frees: Callable[[], bool], keep_blocks: Callable[[Request, int], list[int]]
+        self,
+        defer_frees: Callable[[], bool],
+        keep_blocks: Callable[[Request, int], list[int]],
+        running: Running,
     ) -> None:
         """The engine is going to take a step.
 
@@ -171,9 +175,10 @@ class RemotePrompts:
             defer_frees: see ``ReuseSide.note_step``.
             keep_blocks: gives the blocks of a request's first so many tokens, which it still holds,
                 to the engine's prefix cache; returns all that it holds, of its first group.
+            running: see ``ReuseSide.note_step``.
         """
         self._keep_blocks = keep_blocks
-        self._reuse.note_step(defer_frees)
+        self._reuse.note_step(defer_frees, running)
 
     def take_first_tokens(
         self, *, is_idle: bool = False

@@ -29,27 +29,42 @@ from vllm_commext.nixl.wire.seal import FrameVerifier
 _RETRY_SECONDS = 0.2
 DRAIN_LOOK_SECONDS = 0.5
 MAX_HELD = 1024
-"""Questions about streams that wait for something to be known, one a connection; more are answered
-at once."""
+"""Questions that wait for something to be known, one a connection; more are answered at once."""
 MAX_HELD_OF_ONE = 256
 """The same of one address."""
 MAX_HELD_KEYS = 1 << 13
 """Keys in all of them."""
+_KEY_BYTES = 256
+"""That a key takes, about."""
 _LATE_SECONDS = 0.01
 """Between two looks for questions that have waited long enough."""
 
 
 class _Question(NamedTuple):
-    """A question about streams that is not answered yet, and the nonce of its answer."""
+    """A question that is not answered yet, and the nonce of its answer."""
 
-    asked: wire.FindStreams
+    asked: wire.FindStreams | wire.FindBlocks
     nonce: bytes
     until: float
 
     @property
     def keys(self) -> list[str]:
-        """All that it is about."""
+        """What its answer waits for."""
+        if isinstance(self.asked, wire.FindBlocks):
+            return [_key_of(self.asked.hashes)]
         return [*self.asked.keys, *self.asked.awaited]
+
+    @property
+    def num_keys(self) -> int:
+        """So many keys take as much memory as it does."""
+        if isinstance(self.asked, wire.FindBlocks):
+            return 1 + len(self.asked.hashes) // _KEY_BYTES
+        return len(self.keys)
+
+
+def _key_of(hashes: bytes) -> str:
+    """Of the blocks with these names, one behind the other; longer than any stream's key."""
+    return hashes[-wire.HASH_BYTES :].hex()
 
 
 def resolve(host: str, port: int) -> str:
@@ -88,7 +103,7 @@ class SideChannelServer:
         drains: whether the engine drains, asked from this server's thread; None where it never
             does.
         streams: what is known of prompts that are read while they are computed.
-        blocks: blocks of finished requests that are on offer; None where none are.
+        blocks: blocks that are on offer; None where none are.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -138,6 +153,8 @@ class SideChannelServer:
         )
         if streams is not None:
             streams.on_change = self._note_change
+        if blocks is not None:
+            blocks.on_look = lambda hashes: self._note_change(_key_of(hashes))
         self._thread = threading.Thread(
             target=self._serve, name="commext-side-channel", daemon=True
         )
@@ -184,7 +201,7 @@ class SideChannelServer:
         return max(min(look, self._next_late - time.monotonic()), 0.0)
 
     def _answer_held(self) -> None:
-        """Answer questions about streams of which something is known, or that have waited."""
+        """Answer questions of which something is known, or that have waited."""
         while self._changed:
             for connection in [*self._waiting.get(self._changed.popleft(), ())]:
                 self._answer_question(connection)
@@ -197,16 +214,26 @@ class SideChannelServer:
 
     def _answer_question(self, connection: Connection) -> None:
         """Answer a question if there is something to say, or no more time."""
-        asked, nonce, until = question = self._held[connection]
-        is_late = time.monotonic() >= until
-        if (found := self._streams_found(asked)) or is_late:
+        question = self._held[connection]
+        if (found := self._found(question)) is not None:
             self._forget_question(connection, question)
-            self._send_found(connection, found, nonce)
+            self._send_found(connection, found, question.nonce)
+
+    def _found(self, question: _Question) -> wire.FoundStreams | wire.FoundBlocks | None:
+        """The answer, None as long as it may wait for more."""
+        asked, is_late = question.asked, time.monotonic() >= question.until
+        if isinstance(asked, wire.FindBlocks):
+            assert self._blocks is not None  # else no such question is held
+            is_open = self._blocks.is_wanted(asked.hashes) and not is_late
+            return None if is_open else self._find_blocks(asked, self._blocks)
+        assert self._streams is not None  # else no such question is held
+        found = self._streams.find(asked.keys, asked.awaited)
+        return self._found_streams(found) if found or is_late else None
 
     def _send_found(
-        self, connection: Connection, found: dict[str, wire.FoundStream], nonce: bytes
+        self, connection: Connection, found: wire.FoundStreams | wire.FoundBlocks, nonce: bytes
     ) -> None:
-        frame = wire.encode(self._found_streams(found))
+        frame = wire.encode(found)
         self._listener.send(connection, self._verifier.prove(frame, nonce, time.time()))
 
     def _forget(self, connection: Connection) -> None:
@@ -218,16 +245,20 @@ class SideChannelServer:
     def _keep_question(self, connection: Connection, question: _Question) -> None:
         self._held[connection] = question
         self._num_held[connection.address] += 1
-        self._num_keys += len(question.keys)
+        self._num_keys += question.num_keys
         for key in question.keys:
             self._waiting.setdefault(key, {})[connection] = None
+        if isinstance(question.asked, wire.FindBlocks) and self._blocks is not None:
+            self._blocks.want(question.asked.hashes)
 
     def _forget_question(self, connection: Connection, question: _Question) -> None:
         del self._held[connection]
         self._num_held[connection.address] -= 1
         if not self._num_held[connection.address]:
             del self._num_held[connection.address]
-        self._num_keys -= len(question.keys)
+        self._num_keys -= question.num_keys
+        if isinstance(question.asked, wire.FindBlocks) and self._blocks is not None:
+            self._blocks.forget(question.asked.hashes)
         for key in dict.fromkeys(question.keys):
             del self._waiting[key][connection]
             if not self._waiting[key]:
@@ -240,10 +271,11 @@ class SideChannelServer:
             request = wire.decode_request(body, self._max_bytes)
             connection.is_admitted = True
             if isinstance(request, wire.FindStreams):
+                self._check_streams(request)
                 self._hold(request, connection, nonce)
             elif isinstance(request, wire.FindBlocks):
-                found = wire.encode(self._find_blocks(request))
-                self._listener.send(connection, self._verifier.prove(found, nonce, now))
+                self._check_blocks(request)
+                self._hold(request, connection, nonce)
             else:
                 self._describe(connection, self._worker_asked_for(request), nonce, now)
         except ProtocolError as error:
@@ -276,25 +308,32 @@ class SideChannelServer:
         frame = wire.encode(wire.Draining(drains=self._told))
         self._listener.send(connection, self._verifier.prove(frame, connection.nonce, time.time()))
 
-    def _hold(self, asked: wire.FindStreams, connection: Connection, nonce: bytes) -> None:
-        """Keep a question about streams until something of it is known."""
+    def _check_streams(self, asked: wire.FindStreams) -> None:
+        """Raise ProtocolError for a question that cannot be answered here."""
         if self._streams is None:
             raise ProtocolError(
                 f"engine {self.engine_id!r} streams no chunks: set stream_chunks in its "
                 "kv_connector_extra_config"
             )
-        wait = asked.wait_seconds if 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS else 0.0
-        question = _Question(asked, nonce, time.monotonic() + wait)
-        keys = question.keys
+        keys = [*asked.keys, *asked.awaited]
         if len(keys) > wire.MAX_KEYS or any(len(key) > wire.KEY_DIGITS for key in keys):
             raise ProtocolError(
                 f"expected at most {wire.MAX_KEYS} keys of {wire.KEY_DIGITS} digits, got "
                 f"{len(keys)}"
             )
+
+    def _hold(
+        self, asked: wire.FindStreams | wire.FindBlocks, connection: Connection, nonce: bytes
+    ) -> None:
+        """Keep a question until something of it is known."""
+        wait = asked.wait_seconds if 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS else 0.0
+        question = _Question(asked, nonce, time.monotonic() + wait)
         if (before := self._held.get(connection)) is not None:
             self._forget_question(connection, before)
-        if not self._has_room(connection, len(keys)):
-            self._send_found(connection, self._streams_found(asked), nonce)
+        if not wait or not self._has_room(connection, question.num_keys):
+            found = self._found(question._replace(until=0.0))
+            assert found is not None  # as it may not wait
+            self._send_found(connection, found, nonce)
             return
         self._keep_question(connection, question)
         # Only now, so that nothing is missed that becomes known meanwhile.
@@ -306,10 +345,6 @@ class SideChannelServer:
         """Whether one more question can be held."""
         is_full = len(self._held) >= MAX_HELD or self._num_keys + num_keys > MAX_HELD_KEYS
         return not is_full and self._num_held[connection.address] < MAX_HELD_OF_ONE
-
-    def _streams_found(self, asked: wire.FindStreams) -> dict[str, wire.FoundStream]:
-        assert self._streams is not None  # else no question is held
-        return self._streams.find(asked.keys, asked.awaited)
 
     def _found_streams(self, found: dict[str, wire.FoundStream]) -> wire.FoundStreams:
         incarnation, host, port = self._place
@@ -323,7 +358,8 @@ class SideChannelServer:
             found=found,
         )
 
-    def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
+    def _check_blocks(self, request: wire.FindBlocks) -> None:
+        """Raise ProtocolError for a question that cannot be answered here."""
         if self._blocks is None:
             raise ProtocolError(
                 f"engine {self.engine_id!r} offers no blocks for reuse: set reuse_blocks in its "
@@ -335,8 +371,10 @@ class SideChannelServer:
                 f"expected at most {wire.MAX_HASHES} hashes of {wire.HASH_BYTES} bytes, got "
                 f"{len(request.hashes)} bytes"
             )
+
+    def _find_blocks(self, request: wire.FindBlocks, blocks: OfferTable) -> wire.FoundBlocks:
         begins = range(0, len(request.hashes), wire.HASH_BYTES)
-        run = self._blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
+        run = blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
         incarnation, host, port = self._place
         return wire.FoundBlocks(
             engine_id=self.engine_id,

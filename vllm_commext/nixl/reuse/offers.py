@@ -1,4 +1,7 @@
-"""What of an engine's finished requests is on offer to others, under which names, and until when.
+"""What of an engine's requests is on offer to others, under which names, and until when.
+
+Finished requests are offered when they end. Of one that runs, what is complete is offered when an
+engine has asked for it that is to go on with it.
 
 A block's name is a hash of all that its bytes follow from: the tokens in it, the hash of the block
 before it, and at the root the engine's configuration, the block size, the LoRA adapter and the
@@ -25,9 +28,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -81,6 +84,8 @@ def open_generations(offer: Offer) -> Generations:
     return np.frombuffer(memory.map, dtype=np.uint64)
 
 
+_PIECE_BLOCKS = 64
+"""Of a prompt that are named at a time where most prompts differ from the first ones on."""
 _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 
@@ -126,14 +131,22 @@ class Run:
 class OfferTable:
     """Safe for threads.
 
+    Attributes:
+        runs: whether requests run that could be offered.
+        on_look: told of the names for which the requests that run have been looked through.
+
     Args:
         tables: the generations of each worker, ``[num_blocks]`` uint64 each.  All hold the same;
             where they begin is drawn, so that no start of an engine repeats another's.
     """
 
     def __init__(self, tables: Sequence[Generations]) -> None:
+        self.runs: Callable[[], bool] = lambda: False
+        self.on_look: Callable[[bytes], None] = lambda _: None
         self._tables = tables
         self._lock = threading.Lock()
+        # By the last one's name, which stands for all before it, too.
+        self._wanted: dict[bytes, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         first = np.uint64(secrets.randbits(63))
@@ -169,6 +182,35 @@ class OfferTable:
             self._block_of.clear()
             self._hash_of.clear()
 
+    def want(self, hashes: bytes) -> None:
+        """Ask for blocks of requests that run, by names one behind the other, until `settle` or
+        `forget`, where there may be some that are not on offer yet."""
+        last = hashes[-HASH_BYTES:]
+        with self._lock:
+            if last not in self._block_of and self.runs():
+                self._wanted[last] = hashes
+
+    def is_wanted(self, hashes: bytes) -> bool:
+        """Whether what was asked for has not been looked for yet."""
+        with self._lock:
+            return hashes[-HASH_BYTES:] in self._wanted
+
+    @property
+    def wanted(self) -> list[bytes]:
+        """What was asked for, and has not been looked for."""
+        with self._lock:
+            return [*self._wanted.values()]
+
+    def forget(self, hashes: bytes) -> None:
+        """Nobody asks for these any more."""
+        with self._lock:
+            self._wanted.pop(hashes[-HASH_BYTES:], None)
+
+    def settle(self, hashes: bytes) -> None:
+        """What requests that run have of these is on offer."""
+        self.forget(hashes)
+        self.on_look(hashes)
+
     def find(self, hashes: Iterable[bytes]) -> Run:
         """The blocks with these hashes, up to the first that is not on offer."""
         found = list[int]()
@@ -198,13 +240,32 @@ class Names:
     def of(self, request: Request, num_tokens: int, more: Sequence[int] = ()) -> list[bytes]:
         """The hash of each whole block of a request's first tokens, with *more* behind them; none
         for a request that does not follow from tokens alone."""
+        root = self._root_of(request)
+        if root is None:
+            return []
+        return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
+
+    def num_common(self, request: Request, num_tokens: int, names: Sequence[bytes]) -> int:
+        """Whole blocks of a request's first tokens that have these names, from the first one on."""
+        last, step = self._root_of(request), _PIECE_BLOCKS * self.block_size
+        count = 0
+        for begin in range(0, num_tokens, step) if last is not None else ():
+            end = min(begin + step, num_tokens)
+            own = chain(last or b"", request.all_token_ids[begin:end], self.block_size)
+            for name in own:
+                if count == len(names) or name != names[count]:
+                    return count
+                count += 1
+            last = own[-1] if own else last
+        return count
+
+    def _root_of(self, request: Request) -> bytes | None:
         prompt = prompt_of(request)
         if not _is_text(request, prompt):
-            return []
+            return None
         self._digest = self._digest or self._configuration()
         lora, salt = _adapter_of(request), prompt.cache_salt
-        root = root_of(self._digest, self.block_size, lora=lora, cache_salt=salt)
-        return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
+        return root_of(self._digest, self.block_size, lora=lora, cache_salt=salt)
 
 
 def _adapter_of(request: Any) -> str:
@@ -235,8 +296,23 @@ def num_computed(request: Request) -> int:
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
 
+def is_complete(request: Request) -> bool:
+    """Whether all tokens of a running request but the last one are computed: its answer has come
+    of them, and it has not been preempted, after which they are computed once more."""
+    return request.num_output_tokens > 0 and request.num_preemptions == 0
+
+
+class Running(Protocol):
+    """An engine's requests that run, each with its blocks of the first group.  How many they are
+    can be asked from any thread."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Request, Sequence[int]]]: ...
+
+
 class Offers:
-    """Blocks of finished requests, as others find them.
+    """Blocks of requests, as others find them.
 
     Args:
         table: what the side channel answers from.
@@ -246,10 +322,33 @@ class Offers:
         self._names = names
         self._table = table
         self._pool = pool
+        self._void: set[str] = set()
 
     def add(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
         """Offer the whole blocks of a request's first tokens, which it still holds."""
-        names = self._names.of(request, num_tokens)
+        if request.request_id not in self._void:
+            self._offer(self._names.of(request, num_tokens), block_ids)
+
+    def add_running(self, running: Running) -> None:
+        """Offer what has been asked for of requests that run."""
+        wanted = self._table.wanted
+        if not wanted:
+            return
+        void = self._void
+        candidates = [
+            one for one in running if is_complete(one[0]) and one[0].request_id not in void
+        ]
+        for hashes in wanted:
+            names = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+            found: list[tuple[int, Sequence[int]]] = [
+                (self._names.num_common(request, num_computed(request), names), block_ids)
+                for request, block_ids in candidates
+            ]
+            count, block_ids = max(found, key=lambda one: one[0], default=(0, ()))
+            self._offer(names[:count], block_ids)
+            self._table.settle(hashes)
+
+    def _offer(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
         count = min(len(names), len(block_ids))
         if NULL_BLOCK in block_ids[:count]:
             count = list(block_ids).index(NULL_BLOCK)
@@ -261,8 +360,9 @@ class Offers:
         self._pool.unpin_blocks(blocks, self._note_use)
         self._table.offer(names[:count], block_ids[:count])
 
-    def clear(self) -> None:
-        """What the blocks hold means nothing any more."""
+    def clear(self, running: Running) -> None:
+        """What the blocks hold means nothing any more, nor what these requests come to hold."""
+        self._void = {request.request_id for request, _ in running}
         self._table.clear()
 
     def _note_use(self, block: Any) -> None:

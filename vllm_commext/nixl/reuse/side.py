@@ -27,6 +27,7 @@ from vllm_commext.nixl.reuse.offers import (
     Names,
     Offers,
     OfferTable,
+    Running,
     num_computed,
     open_generations,
 )
@@ -34,7 +35,7 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.messages import FoundBlocks
-from vllm_commext.nixl.wire.params import params_of
+from vllm_commext.nixl.wire.params import ANSWER, params_of
 from vllm_commext.nixl.wire.places import places_for_reuse
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 BACK_OFF = BackOff()
 MAX_CHANNELS = 128
 """Side channels that are known at a time; the one that was asked least recently makes room."""
+MAX_HELD = 8
+"""Questions that one engine holds for its next step at a time, each over a connection of its own;
+others wait for an answer."""
 
 
 @dataclass(eq=False)
@@ -84,17 +88,23 @@ class BlockFinder:
         self._notify = notify
         self._searches: dict[str, _Search] = {}
         # The one that was asked last comes last.
-        self._channels: dict[SideChannelAddress, SideChannel] = {}
+        self._channels: dict[tuple[SideChannelAddress, int], SideChannel] = {}
         self._log = RateLimitedLog()
 
     def search(
-        self, request_id: str, hashes: Sequence[bytes], addresses: Sequence[SideChannelAddress]
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        addresses: Sequence[SideChannelAddress],
+        *,
+        may_run: bool = False,
     ) -> None:
-        """Look for the blocks with these hashes at these side channels."""
-        question = wire.FindBlocks(
-            hashes=b"".join(hashes[: wire.MAX_HASHES]), consumer=self._consumer
-        )
-        until = time.monotonic() + self._limit_seconds
+        """Look for the blocks with these hashes at these side channels; a request there *may run*
+        that has them, which its engine says at its next step, and may take as long again."""
+        wait = min(self._limit_seconds, wire.MAX_WAIT_SECONDS) if may_run else 0.0
+        asked = b"".join(hashes[: wire.MAX_HASHES])
+        question = wire.FindBlocks(hashes=asked, consumer=self._consumer, wait_seconds=wait)
+        until = time.monotonic() + self._limit_seconds + wait
         search = self._searches[request_id] = _Search(request_id, question, until, len(addresses))
         self._client.call(self._ask, search, addresses)
 
@@ -110,24 +120,34 @@ class BlockFinder:
 
     def _ask(self, search: _Search, addresses: Sequence[SideChannelAddress]) -> None:
         for address in addresses:
-            channel = self._channels.pop(address, None)
-            if channel is None:
-                channel = SideChannel(self._client, address, BACK_OFF)
-            self._channels[address] = channel
+            channel = self._channel(address, is_held=search.question.wait_seconds > 0.0)
             try:
                 channel.ask(
                     search.question,
-                    self._limit_seconds,
+                    self._limit_seconds + search.question.wait_seconds,
                     partial(self._note_reply, search),
                     partial(self._note_error, search, channel),
                 )
             except CommextError:
                 self._note_end(search)
         num_over = max(0, len(self._channels) - MAX_CHANNELS)
-        idle = [channel for channel in self._channels.values() if not channel.is_asking]
-        for channel in idle[:num_over]:
-            channel.close()
-            del self._channels[channel.address]
+        idle = [key for key, channel in self._channels.items() if not channel.is_asking]
+        for key in idle[:num_over]:
+            self._channels.pop(key).close()
+
+    def _channel(self, address: SideChannelAddress, *, is_held: bool) -> SideChannel:
+        """A side channel, one of several to the same engine for questions that it holds."""
+        number = 0
+        while is_held and number < MAX_HELD and self._is_asking(address, number):
+            number += 1
+        key = address, number % MAX_HELD
+        channel = self._channels.pop(key, None) or SideChannel(self._client, address, BACK_OFF)
+        self._channels[key] = channel
+        return channel
+
+    def _is_asking(self, address: SideChannelAddress, number: int) -> bool:
+        channel = self._channels.get((address, number))
+        return channel is not None and channel.is_asking
 
     def _note_reply(self, search: _Search, found: wire.FoundBlocks) -> None:
         num_found, num_asked = len(found.block_ids), len(search.question.hashes) // wire.HASH_BYTES
@@ -169,12 +189,13 @@ class ReuseSide:
         self.has_steps = False
         self._engine = engine
         self._names = Names(reusing.configuration, reusing.block_size)
-        self._least = max(engine.config.reuse_min_tokens, reusing.block_size)
+        self._min_tokens = engine.config.reuse_min_tokens
         self._finder = BlockFinder(
             engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
         )
         self._pool: Any = None
         self._offers: Offers | None = None
+        self._running: Running = ()
         self._log = RateLimitedLog()
         self._is_on = not reusing.refusal
         if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
@@ -202,24 +223,28 @@ class ReuseSide:
             self._refuse(str(error))
             return None
         table = OfferTable(shared)
+        table.runs = lambda: len(self._running) > 0
         self._offers = Offers(self._names, table, self._pool)
         return table
 
-    def note_step(self, defer_frees: Callable[[], bool]) -> None:
+    def note_step(self, defer_frees: Callable[[], bool], running: Running) -> None:
         """The engine is going to take a step, before which it computes what has failed.
 
         Args:
+            running: its requests that run.
             defer_frees: has blocks kept that a step under way may write to, since a load into them
                 is not ordered behind it; whether they are kept.
         """
         if not self.has_steps and self._is_on and not defer_frees():
             self._refuse(NoReuse.FREES.meaning)
-        self.has_steps = True
+        self.has_steps, self._running = True, running
+        if self._offers is not None:
+            self._offers.add_running(running)
 
     def clear(self) -> None:
         """What this engine has computed so far means nothing any more."""
         if self._offers is not None:
-            self._offers.clear()
+            self._offers.clear(self._running)
 
     def offer(
         self, request: Request, block_ids: Sequence[int], num_tokens: int | None = None
@@ -246,7 +271,8 @@ class ReuseSide:
         hashes = self._names.of(request, num_prompt, answer[:-1]) if places else []
         if hashes:
             self._engine.recorder.count(reuse_lookups=1)
-            self._finder.search(request.request_id, hashes, places)
+            # An answer so far: the engine that has it may go on with it meanwhile.
+            self._finder.search(request.request_id, hashes, places, may_run=bool(answer))
         return bool(hashes)
 
     def is_answered(self, request_id: str) -> bool:
@@ -256,11 +282,12 @@ class ReuseSide:
     def num_tokens(self, state: LoadState, num_computed: int) -> int | None:
         """Tokens of a request beyond ``num_computed``, which are here, that others have, whole
         blocks; None while they are asked. Those that are computed sooner than read are none."""
+        least = self._least(state.request)
         if state.phase is LoadPhase.ASKED:
             if not self.has_steps:
                 self._refuse(NoReuse.STEPS.meaning)
             most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
-            is_useful = self._is_on and most - num_computed >= self._least
+            is_useful = self._is_on and most - num_computed >= least
             if is_useful and not self.is_answered(state.request_id):
                 return None
             state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
@@ -269,7 +296,13 @@ class ReuseSide:
         if not (is_known and isinstance(state.answer, FoundBlocks)):
             return 0
         num_tokens = len(state.answer.block_ids) * self._names.block_size - num_computed
-        return num_tokens if num_tokens >= self._least else 0
+        return num_tokens if num_tokens >= least else 0
+
+    def _least(self, request: Request) -> int:
+        """Fewer tokens of a request are computed. Of an answer that goes on here all is read that
+        can be: others here would wait for what is computed."""
+        goes_on = ANSWER in (params_of(request) or {})
+        return self._names.block_size if goes_on else max(self._min_tokens, self._names.block_size)
 
     def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
         """Where ``num_external`` tokens of a request are to be read; None where nothing is."""

@@ -166,10 +166,13 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
         hashes: of a prompt's blocks from its first on, see ``reuse.offers``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
         consumer: who asks, engine id.
+        wait_seconds: how long the answer may wait until blocks of requests that still run are on
+            offer, too, at most ``MAX_WAIT_SECONDS``; 0 to leave these out.
     """
 
     hashes: bytes
     consumer: str = ""
+    wait_seconds: float = 0.0
 
 
 class FoundBlocks(Frame, tag="found_blocks", frozen=True):

@@ -49,8 +49,6 @@ OWN_FIELDS = (
 )
 ANSWER = "answer_token_ids"
 """What another decode engine has answered so far, which a router sets: the answer goes on here."""
-KNOWN = "answer_is_known"
-"""True where who asks has that, and wants to be told of what follows alone."""
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -167,11 +165,6 @@ def answer_of(params: Mapping[str, Any] | None, num_tokens: int, most: int | Non
         return []
     is_answer = all(type(token) is int and 0 <= token < num_tokens for token in told)
     return told if is_answer else []
-
-
-def is_known(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request's answer is told without what it begins with; see `answer_of`."""
-    return (params or {}).get(KNOWN) is True
 
 
 def key_of(params: Mapping[str, Any] | None) -> str:
