@@ -54,7 +54,8 @@ class Mover:
     """Has one stream leave its engine when that drains. It is tried once an engine.
 
     stop: has the stream stop where `move` is to be called. pace: has the client get the engine's
-    events more slowly, or no more. turns: of `MAX_MOVES`.
+    events more slowly than they come, and than one in so many seconds, or no more. turns: of
+    `MAX_MOVES`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Mover:
         self._task: asyncio.Task[None] | None = None
         self._beside: Opened | None = None
         self.stop: Callable[[], None] = lambda: None
-        self.pace: Callable[[bool], None] = lambda is_on: None
+        self.pace: Callable[[float | None], None] = lambda gap: None
 
     def watch(self, opened: Opened) -> None:
         """Leave the engine that answers once it drains."""
@@ -165,7 +166,7 @@ class Mover:
         """Have the other engine tell as much as the client has, who goes on meanwhile, and keep its
         answer; why the stream stays, or None. Where it does not in time, the stream stops first."""
         result = Resume.FAILED
-        self.pace(True)
+        self.pace(0.0)
         try:
             async with asyncio.timeout(min(BESIDE_SECONDS, self._config.move_pause_seconds)):
                 result = await self._caught_up(
@@ -180,7 +181,7 @@ class Mover:
             if result is Resume.RESUMED:
                 self._beside = opened
             else:
-                self.pace(False)
+                self.pace(None)
                 opened.close()
         return None if result is Resume.RESUMED else result
 
@@ -248,9 +249,10 @@ class Mover:
         ahead: Transcript | None = None,
     ) -> Resume:
         """Read what another engine repeats of a stream, and with the transcript of one that goes on
-        *ahead* until it has told as much; whether the stream can go on there. What is read is
-        `Opened.first` then."""
+        *ahead* until it has told as much, for which that one waits for it; whether the stream can
+        go on there. What is read is `Opened.first` then."""
         events, cutter = opened.first, opened.cutter
+        began, first = time.monotonic(), 0
         while cutter is not None:
             trial.pass_on(events)
             if trial.has_failed or trial.refusal is not None:
@@ -259,6 +261,9 @@ class Mover:
                 return Resume.RESUMED
             if trial.is_behind and not may_begin_anew:
                 return Resume.ANEW
+            first = first or trial.num_tokens
+            if ahead is not None and trial.num_tokens > first:
+                self.pace((time.monotonic() - began) / (trial.num_tokens - first))
             if not (piece := await self._read(opened)):
                 break
             events = cutter.feed(piece)

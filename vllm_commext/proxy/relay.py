@@ -95,12 +95,14 @@ class Relay:
         self._is_engines_turn = False
         self._watch: StreamWatch | None = None
         self._leaves = False
-        self._is_paced, self._later, self._gap, self._sent = False, b"", 0.0, 0.0
+        self._least_gap: float | None = None
+        self._later, self._gap, self._sent = b"", 0.0, 0.0
         self.has_sent_end = False
 
-    def pace(self, is_on: bool) -> None:
-        """Hold events back, so that they come more slowly, or no more."""
-        self._is_paced = is_on
+    def pace(self, gap: float | None) -> None:
+        """Hold events back, so that they come more slowly than they do, and than one every *gap*
+        seconds, or no more."""
+        self._least_gap = gap
 
     def leave(self) -> None:
         """Stop once the client has what has come, and go on as *resuming* says."""
@@ -152,7 +154,7 @@ class Relay:
             logger.exception("unexpected error in the midst of an answer")
             return ProxyError(500, "internal", "unexpected error; see the proxy's log")
         finally:
-            self._watch, self._is_paced, self._later = None, False, b""
+            self._watch, self._least_gap, self._later = None, None, b""
         return None
 
     def _lost(self) -> Losses:
@@ -199,7 +201,7 @@ class Relay:
                 ready = cutter.feed(piece)
                 if answer is not None:
                     answer.go_on(piece.count(b"\n\n"), watch.since)
-                if self._is_paced:  # when it came is not known
+                if self._least_gap is not None:  # when it came is not known
                     ready, self._later = b"", ready
                 else:
                     on_gap(watch.since - arrived)
@@ -215,10 +217,10 @@ class Relay:
     async def _next_later(self) -> bytes:
         """The next event that was held back, at its time, which may have passed; all, if no more
         are."""
-        if self._is_paced:
-            now = asyncio.get_running_loop().time()
-            await asyncio.sleep(seconds_to_next(self._gap, now - self._sent))
-        if not self._is_paced:
+        if self._least_gap is not None:
+            now, gap = asyncio.get_running_loop().time(), max(self._gap, self._least_gap)
+            await asyncio.sleep(seconds_to_next(gap, now - self._sent))
+        if self._least_gap is None:
             ready, self._later = self._later, b""
             return ready
         event, _, self._later = self._later.partition(_END)

@@ -346,3 +346,37 @@ async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(ki
         got = Told(await drained_while_one_hangs(kit, cluster, engines, len(ANSWERED)))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
+
+
+async def test_an_engine_that_says_less_in_the_same_time_catches_up(kit: Any) -> None:
+    """As where nearly all streams have left the old one: the client waits for the new one."""
+    whole = [(number, "x") for number in range(1, 600)]
+
+    def says(engine: int, seconds: float) -> Any:
+        async def behave(call: Any) -> None:
+            told = len(call.body["kv_transfer_params"].get(ANSWER, ()))
+            await call.begin_stream()
+            if told:
+                await asyncio.sleep(0.05)
+                await call.chunk(event(engine, COMPLETIONS, whole[:told], None))
+            for token in whole[told:-1]:
+                await asyncio.sleep(seconds)
+                await call.chunk(event(engine, COMPLETIONS, [token], None))
+            await call.chunk(event(engine, COMPLETIONS, whole[-1:], "stop") + DONE)
+            await call.end_stream()
+
+        return behave
+
+    async with kit.cluster(num_decode=2, move_pause_seconds=1.0) as cluster:
+        tell(cluster, READ)
+        first, second = cluster.decode
+        first.behave, second.behave = says(0, 0.002), says(1, 0.006)
+        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+            got = b""
+            while got.count(b"\n\n") < 100:
+                got += await response.content.readany()
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
+            got += await response.read()
+        assert (Told(got).text, Told(got).resumed) == ("x" * len(whole), [1])
+        assert len(second.calls) == 1
