@@ -34,7 +34,7 @@ ROOM_WEIGHT = 1.0
 wait there, too."""
 KEPT_SLACK = 0.5
 """Share of what steps leave of the limit that is kept for prompts to come, at most: these can be
-computed elsewhere, too."""
+computed elsewhere, too. Where an answer has too little slack for that, none of it is kept."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
 
@@ -235,13 +235,14 @@ class Planner:
         if by in at.late:
             return at.late[by]
         load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
-        step = new_step = _with_prompts(at.step, load.pace(at.step), limit)
+        alone = new_alone = at.step
+        step = new_step = _with_prompts(alone, load.pace(alone), limit)
         backlog = new_backlog = at.backlog
         if by & BY_ANSWER:
-            new_step = _with_prompts(at.slower, at.pace, limit)
+            new_alone, new_step = at.slower, _with_prompts(at.slower, at.pace, limit)
         if by & BY_PROMPT:
             new_backlog += at.prefill
-        left, new_left = limit - step, limit - new_step
+        new_left, steps = limit - new_step, ((step, new_step), (alone, new_alone))
         found, stride = 0.0, -(-at.num_answers // max_seen) or 1
         for answer in islice(load.answers, 0, None, stride):
             wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
@@ -251,13 +252,17 @@ class Planner:
                 after = after - wait if after > wait else 0.0
             elif answer.has_begun:
                 spent -= wait
-            new_used = spent - had * new_step + after
-            if new_left > 0.0 and new_used <= had * new_left:
+            if new_left > 0.0 and spent - had * new_step + after <= had * new_left:
                 continue  # in time even so
-            already = _share_late(ended, spent - had * step + before, left, had, answer.max_tokens)
-            if already == 1.0:
-                continue
-            found += _share_late(ended, new_used, new_left, had, answer.max_tokens) - already
+            most_tokens = answer.max_tokens
+            # One that only prompts to come would make late is not lost: it counts without those.
+            for old, new in steps:
+                used, left = spent - had * old + before, limit - old
+                already = _share_late(ended, used, left, had, most_tokens)
+                if already < 1.0:
+                    used, left = spent - had * new + after, limit - new
+                    found += _share_late(ended, used, left, had, most_tokens) - already
+                    break
             if found * stride > most:
                 break
         at.late[by] = found = found * stride

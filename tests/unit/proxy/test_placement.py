@@ -296,23 +296,25 @@ def plainly_late(at: _Costs, by: int, seen: int) -> float:
     answers, limit, ended = list(load.answers), shared.limits.tpot, shared.lengths.ended
     stride = math.ceil(len(answers) / seen) or 1
 
-    def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
+    def late(answer: Answer, is_slower: bool, is_behind: bool, kept_share: float) -> float:
         """Limit times tokens, less the time to these: late where it is below zero."""
         step, wait = at.slower if is_slower else at.step, at.backlog + at.prefill * is_behind
         had, most = answer.tokens or 1, answer.max_tokens
         until = max(0.0, answer.first_at - NOW)
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
-        kept = max(0.0, min(load.pace(step) - step, KEPT_SLACK * (limit - step)))
+        kept = max(0.0, min(load.pace(step) - step, kept_share * (limit - step)))
         left, used = limit - step - kept, spent + max(0.0, wait - until) - had * (step + kept)
         if left == 0.0 or used / left <= 0.0:  # whatever its length is
             return float(used > 0.0 or left < 0.0 == used)
         return ended(used / left, had, most) if left > 0.0 else 1.0 - ended(used / left, had, most)
 
     def more(answer: Answer) -> float:
-        already = late(answer, False, False)
-        if late(answer, True, True) == 0.0 or already == 1.0:
-            return 0.0
-        return late(answer, bool(by & BY_ANSWER), bool(by & BY_PROMPT)) - already
+        is_slower, is_behind = bool(by & BY_ANSWER), bool(by & BY_PROMPT)
+        for kept_share in (KEPT_SLACK, 0.0):
+            already = late(answer, False, False, kept_share)
+            if already < 1.0:
+                return late(answer, is_slower, is_behind, kept_share) - already
+        return 0.0
 
     return stride * sum(map(more, answers[::stride]))
 
@@ -395,6 +397,7 @@ def test_what_cannot_win_is_left_out_and_the_best_is_found() -> None:
             give_work(load, random.Random(work_seed))
             changed = load.jobs or any(answer.has_begun for answer in load.answers)
             assert (load.outlook_until <= NOW) == bool(changed)
+            load.share = rng.choice((0.0, 0.2, 0.6))
         prefill = both if rng.random() < 0.6 else both[: rng.randint(1, len(both))]
         decode = both if rng.random() < 0.8 else both[-rng.randint(1, len(both)) :]
         expected = plainly(made, prefill, decode)
@@ -482,6 +485,18 @@ def test_slack_is_kept_for_the_prompts_to_come(share: float, is_local: bool) -> 
     running(target.load, 20, 0.2)
     target.load.share = share
     assert place(made, [source, target], [target]).is_local == is_local
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_answer_that_prompts_to_come_alone_would_make_late_is_not_lost(is_late: bool) -> None:
+    """So a prompt that would make it late is computed elsewhere; not where it is late anyway."""
+    made = planner(per_token=0.009)
+    source, target = engines(made)
+    running(target.load, 2, 2.0 if is_late else 0.26)
+    target.load.share = 0.6
+    costs = _Costs(target, 4000, NOW)
+    assert (made._late(costs, BY_BOTH, NOW, MAX_SEEN) > 0.3) != is_late
+    assert place(made, [source, target], [target]).is_local == is_late
 
 
 @pytest.mark.parametrize("per_token", [0.0075, 0.008])
