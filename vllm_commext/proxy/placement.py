@@ -221,6 +221,8 @@ class Planner:
                 elif late:
                     in_time *= 1.0 - shared.lengths.ended((late + room) / room, 1, max_tokens)
             misses = 1.0 - in_time + source.num_put_off
+            if tpot and at.slower >= tpot:
+                misses += 1.0  # all are late there, for as long as there is one too many
             seconds = at.pace * length + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
             cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay

@@ -499,6 +499,27 @@ def test_an_answer_that_prompts_to_come_alone_would_make_late_is_not_lost(is_lat
     assert place(made, [source, target], [target]).is_local == is_late
 
 
+@pytest.mark.parametrize(("num_answers", "is_full"), [(10, False), (20, True)])
+def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_many(
+    num_answers: int, is_full: bool
+) -> None:
+    """So that those there come in time again. The other engine computes prompts all the time, the
+    one with answers a fifth of it."""
+    limit = 0.0085
+    made = planner(per_token=limit)
+    source, target = engines(made)
+    for num in 10 * (1, 4, 16):
+        target.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
+    for _ in range(num_answers):
+        running(target.load, 20, 20 * 0.009)
+    target.load.mean_answers, target.load.mean_context = num_answers, 4000 * num_answers
+    source.load.share, target.load.share = 0.9, 0.2
+    costs = _Costs(target, 4000, NOW)
+    assert costs.pace > limit
+    assert (costs.slower > limit) == is_full
+    assert place(made, [source, target], [source, target]).decode is (source if is_full else target)
+
+
 @pytest.mark.parametrize("per_token", [0.0075, 0.008])
 def test_answers_are_late_where_one_more_makes_steps_longer_than_the_limit(
     per_token: float,
