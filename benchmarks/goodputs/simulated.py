@@ -33,6 +33,7 @@ WORKLOADS = (MIXED, CONVERSATION, "document", "short")
 SATURATION = {MIXED: 15.0, CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
 """Requests a second that two engines could take without any limit, about."""
 Build = Callable[[Sequence[Hardware], Limits], Policy]
+Seeds = Sequence[int]
 CONTESTANTS: dict[str, Build] = {
     "replicas": lambda hardware, limits: Replicas(hardware),
     "fixed": lambda hardware, limits: Fixed(hardware),
@@ -46,6 +47,12 @@ CACHE_CONTESTANTS: dict[str, Build] = {
     "fixed": CONTESTANTS["fixed"],
     "not told": lambda hardware, limits: Adaptive(hardware, limits, reads_caches=False),
     "adaptive": Adaptive,
+    "ordered": CONTESTANTS["ordered"],
+}
+REFUSING: dict[str, Build] = {
+    "no": Adaptive,
+    "no, ordered": CONTESTANTS["ordered"],
+    "yes": lambda hardware, limits: Adaptive(hardware, limits, refuses=True),
 }
 MEASURED = ("2026-11-26_goodput_two_h100_again.json", "2026-11-26_goodput_two_h100.json")
 MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
@@ -61,7 +68,7 @@ def play(
     hardware: Sequence[Hardware] = PAIR,
     seconds: float = SECONDS,
     warm_seconds: float = WARM_SECONDS,
-    seeds: Sequence[int] = SEEDS,
+    seeds: Seeds = SEEDS,
     turns: Sequence[Turn] = (),
 ) -> list[Request]:
     """The requests of one run a seed, those of its first seconds left out."""
@@ -73,20 +80,23 @@ def play(
     return found
 
 
-def share_good(name: str, workload: str, rate: float, limits: Limits) -> float:
+def share_good(
+    name: str, workload: str, rate: float, limits: Limits, seeds: Seeds = SEEDS
+) -> float:
     """Share of requests of a contestant that are in time."""
-    requests = play(lambda hardware: CONTESTANTS[name](hardware, limits), workload, rate)
+    build = CONTESTANTS[name]
+    requests = play(lambda hardware: build(hardware, limits), workload, rate, seeds=seeds)
     return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
 
 
-def highest_rate(cell: tuple[str, str, Limits]) -> float:
+def highest_rate(cell: tuple[str, str, Limits, Seeds]) -> float:
     """The highest rate at which `GOOD` of a contestant's requests are in time, by bisection."""
-    name, workload, limits = cell
+    name, workload, limits, seeds = cell
     low, high = 0.02, 1.2
     for _ in range(STEPS):
         middle = (low + high) / 2
         rate = middle * SATURATION[workload]
-        if share_good(name, workload, rate, limits) >= GOOD:
+        if share_good(name, workload, rate, limits, seeds) >= GOOD:
             low = middle
         else:
             high = middle
@@ -135,7 +145,7 @@ def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, li
     return found
 
 
-def print_measured(_: ProcessPoolExecutor) -> None:
+def print_measured(_: ProcessPoolExecutor, __: Seeds) -> None:
     print("| run | requests/s | way | simulated | measured |\n|---|---|---|---|---|")
     for name in MEASURED:
         content = json.loads((RESULTS / name).read_text())
@@ -148,22 +158,25 @@ def print_measured(_: ProcessPoolExecutor) -> None:
                 print(f"| {name} | {rate:g} | {way} | {' | '.join(cells)} |")
 
 
-def shares_good(job: tuple[str, str, float, Sequence[Limits]]) -> list[float]:
+def shares_good(job: tuple[str, str, float, Sequence[Limits], Seeds]) -> list[float]:
     """Share of requests in time by each of some limits, told all of them one after another."""
-    name, workload, rate, limits = job
+    name, workload, rate, limits, seeds = job
     if name not in UNTOLD:
-        return [share_good(name, workload, rate, of) for of in limits]
-    requests = play(lambda hardware: CONTESTANTS[name](hardware, limits[0]), workload, rate)
+        return [share_good(name, workload, rate, of, seeds) for of in limits]
+    build = CONTESTANTS[name]
+    requests = play(lambda hardware: build(hardware, limits[0]), workload, rate, seeds=seeds)
     return [sum(one.is_good(of) for one in requests) / len(requests) for of in limits]
 
 
-def print_grid(workers: ProcessPoolExecutor) -> None:
-    shares = (0.3, 0.5, 0.7, 0.9, 1.1)
-    limits = [Limits(tpot / 1e3, first) for tpot in (10, 15, 25, 50) for first in (0.5, 1.0, 2.0)]
+def print_grid(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
+    shares, tpots = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.1), (10, 12, 15, 20, 25, 50)
+    limits = [Limits(tpot / 1e3, first) for tpot in tpots for first in (0.5, 1.0, 2.0)]
     names = [name for name in CONTESTANTS if name != "knowing"]
     cells = [(workload, share) for workload in WORKLOADS for share in shares]
     jobs = [
-        (name, work, share * SATURATION[work], limits) for work, share in cells for name in names
+        (name, work, share * SATURATION[work], limits, seeds)
+        for work, share in cells
+        for name in names
     ]
     found = dict(zip([job[:3] for job in jobs], workers.map(shares_good, jobs), strict=True))
     print(f"{' / '.join(names)}, % in time\n")
@@ -181,9 +194,14 @@ def print_grid(workers: ProcessPoolExecutor) -> None:
             print(f"| {workload} | {of} | {' | '.join(row)} |")
 
 
-def print_highest(workers: ProcessPoolExecutor) -> None:
-    cells = [(workload, Limits(tpot / 1e3, 1.0)) for workload in WORKLOADS for tpot in (12, 15, 20)]
-    jobs = [(name, *cell) for cell in cells for name in CONTESTANTS]
+def print_highest(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
+    cells = [
+        (workload, Limits(tpot / 1e3, first))
+        for workload in WORKLOADS
+        for tpot in (10, 12, 15, 20, 25, 50)
+        for first in ((0.5, 1.0, 2.0) if workload != "short" else (1.0,))
+    ]
+    jobs = [(name, *cell, seeds) for cell in cells for name in CONTESTANTS]
     results = iter(list(workers.map(highest_rate, jobs)))
     print(
         f"| workload | limits | {' | '.join(CONTESTANTS)} | adaptive : better | ordered : better |"
@@ -197,38 +215,44 @@ def print_highest(workers: ProcessPoolExecutor) -> None:
         print(f"| {workload} | {limits} | {row} | {gains} |")
 
 
-def shares_taken(job: tuple[str, float, Limits, bool]) -> str:
+def shares_taken(job: tuple[str, float, Limits, str, Seeds]) -> str:
     """Of all requests the share taken, of those the share in time, and of all that in time."""
-    workload, rate, limits, refuses = job
-    requests = play(lambda hardware: Adaptive(hardware, limits, refuses), workload, rate)
+    workload, rate, limits, refuses, seeds = job
+    build = REFUSING[refuses]
+    requests = play(lambda hardware: build(hardware, limits), workload, rate, seeds=seeds)
     num_taken = sum(one.decode >= 0 for one in requests)
     num_good = sum(one.is_good(limits) for one in requests)
     shares = num_taken / len(requests), num_good / num_taken, num_good / len(requests)
     return " ".join(f"{share:.0%}" for share in shares)
 
 
-def print_refusals(workers: ProcessPoolExecutor) -> None:
+def print_refusals(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     loads = (0.5, 0.9, 1.1, 1.3, 1.5)
     cells = [
         (workload, Limits(tpot / 1e3, 1.0), refuses)
         for workload in WORKLOADS
         for tpot in (15, 50)
-        for refuses in (False, True)
+        for refuses in REFUSING
     ]
-    jobs = [(name, load * SATURATION[name], *rest) for name, *rest in cells for load in loads]
+    jobs = [
+        (workload, load * SATURATION[workload], limits, refuses, seeds)
+        for workload, limits, refuses in cells
+        for load in loads
+    ]
     results = iter(list(workers.map(shares_taken, jobs)))
     print(f"| workload | limits | refuses | {' | '.join(f'{load:.0%}' for load in loads)} |")
     print("|---|---|---|" + "---|" * len(loads))
     for workload, limits, refuses in cells:
         row = " | ".join(next(results) for _ in loads)
-        print(f"| {workload} | {limits} | {'yes' if refuses else 'no'} | {row} |")
+        print(f"| {workload} | {limits} | {refuses} | {row} |")
 
 
-def turns_told(job: tuple[str, str, float, Limits]) -> str:
+def turns_told(job: tuple[str, str, float, Limits, Seeds]) -> str:
     """Of later turns the share of the history's tokens that was computed where it is, and the
     median first token in ms; of all requests the share in time."""
-    name, workload, rate, limits = job
-    requests = play(lambda engines: CONTESTANTS[name](engines, limits), workload, rate)
+    name, workload, rate, limits, seeds = job
+    build = CONTESTANTS[name]
+    requests = play(lambda engines: build(engines, limits), workload, rate, seeds=seeds)
     later = [one for one in requests if one.most_held]
     share = sum(one.held for one in later) / sum(one.most_held for one in later)
     first = 1e3 * quantile([one.first_token for one in later], 0.5)
@@ -248,21 +272,21 @@ def hindsight(job: tuple[str, float, Limits, int]) -> str:
     return " ".join(f"{100 * share:.0f}" for share in (*shares, best))
 
 
-def print_hindsight(workers: ProcessPoolExecutor) -> None:
+def print_hindsight(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     cells = [
         ("document", rate, Limits(0.010, first))
         for rate, first in ((2.4, 2.0), (4.0, 1.0), (4.0, 2.0))
     ]
-    results = workers.map(hindsight, [(*cell, seed) for cell in cells for seed in SEEDS])
+    results = workers.map(hindsight, [(*cell, seed) for cell in cells for seed in seeds])
     print(f"{' / '.join(CONTESTANTS)} / hindsight, % in time\n")
-    print("| workload | requests/s | limits |" + "".join(f" seed {seed} |" for seed in SEEDS))
-    print("|---|---|---|" + "---|" * len(SEEDS))
+    print("| workload | requests/s | limits |" + "".join(f" seed {seed} |" for seed in seeds))
+    print("|---|---|---|" + "---|" * len(seeds))
     for workload, rate, limits in cells:
-        row = " | ".join(next(results) for _ in SEEDS)
+        row = " | ".join(next(results) for _ in seeds)
         print(f"| {workload} | {rate:g} | {limits} | {row} |")
 
 
-def print_turns(workers: ProcessPoolExecutor) -> None:
+def print_turns(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     names = ("replicas", "fixed", "adaptive")
     cells = [
         (workload, rate, Limits(tpot, 1.0))
@@ -270,7 +294,7 @@ def print_turns(workers: ProcessPoolExecutor) -> None:
         for rate in rates
         for tpot in (0.012, 0.025)
     ]
-    jobs = [(name, *cell) for cell in cells for name in names]
+    jobs = [(name, *cell, seeds) for cell in cells for name in names]
     results = iter(list(workers.map(turns_told, jobs)))
     print(f"| workload | requests/s | limits | {' | '.join(names)} |")
     print("|---|---|---|" + "---|" * len(names))
@@ -279,25 +303,26 @@ def print_turns(workers: ProcessPoolExecutor) -> None:
         print(f"| {workload} | {rate:g} | {limits} | {row} |")
 
 
-def share_with_caches(job: tuple[str, float, Limits, tuple[float, float]]) -> float:
+def share_with_caches(job: tuple[str, float, Limits, tuple[float, float], Seeds]) -> float:
     """Share in time of two engines whose KV caches have room for so many tokens."""
-    name, rate, limits, caches = job
+    name, rate, limits, caches, seeds = job
     requests = play(
         lambda engines: CACHE_CONTESTANTS[name](engines, limits),
         MIXED,
         rate,
         hardware=[Hardware(cache_tokens=tokens) for tokens in caches],
+        seeds=seeds,
     )
     return sum(one.is_good(limits) for one in requests) / len(requests)
 
 
-def print_caches(workers: ProcessPoolExecutor) -> None:
+def print_caches(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     cells = [
         (rate, Limits(tpot, 1.0), caches)
         for caches in ((6e4, 6e4), (3.6e4, 3.6e4), (12e4, 3e4), (2.4e4, 12e4))
         for rate, tpot in ((5.0, 0.015), (7.0, 0.05), (9.0, 0.05))
     ]
-    jobs = [(name, *cell) for cell in cells for name in CACHE_CONTESTANTS]
+    jobs = [(name, *cell, seeds) for cell in cells for name in CACHE_CONTESTANTS]
     results = iter(list(workers.map(share_with_caches, jobs)))
     print(f"| requests/s | limits | tokens | {' | '.join(CACHE_CONTESTANTS)} |")
     print("|---|---|---|" + "---|" * len(CACHE_CONTESTANTS))
@@ -333,7 +358,7 @@ def fleet_share(job: tuple[int, str]) -> float:
     return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
 
 
-def print_fleets(workers: ProcessPoolExecutor) -> None:
+def print_fleets(workers: ProcessPoolExecutor, _: Seeds) -> None:
     jobs = [(num, name) for num in (4, 16, 64, 256) for name in CONTESTANTS]
     results = iter(list(workers.map(fleet_share, jobs)))
     print(f"| engines | {' | '.join(CONTESTANTS)} |\n|---|" + "---|" * len(CONTESTANTS))
@@ -357,9 +382,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the arrivals")
     args = parser.parse_args()
     with ProcessPoolExecutor(args.processes) as workers:
-        TABLES[args.table](workers)
+        TABLES[args.table](workers, args.seeds)
 
 
 if __name__ == "__main__":
