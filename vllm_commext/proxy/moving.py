@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from vllm_commext.proxy.attempts import Attempts
@@ -35,7 +35,9 @@ MAX_MOVES = 3
 prompts that come to an engine in one step."""
 PREPARE_SECONDS = 60.0
 BESIDE_SECONDS = 5.0
-"""For which two engines answer at most."""
+"""For which two engines go on with an answer at most."""
+LEAST_TOLD = 4
+"""Tokens by whose times an engine's pace is known."""
 
 
 class Steps(Protocol):
@@ -75,7 +77,7 @@ class Mover:
         self._turns = turns
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
-        self._beside: Opened | None = None
+        self._beside: _Beside | None = None
         self.stop: Callable[[], None] = lambda: None
         self.pace: Callable[[float | None], None] = lambda gap: None
 
@@ -98,9 +100,7 @@ class Mover:
                 self._note(Resume.ENDING)
             await end_tasks([self._task])
             self._task = None
-            if self._beside is not None:
-                self._beside.close()
-                self._beside = None
+            self._drop_beside()
             self._steps.release(self._attempts, self._outcome.request_id)
 
     def _forget(self) -> None:
@@ -112,27 +112,29 @@ class Mover:
         self._task = asyncio.create_task(self._prepare())
 
     async def _prepare(self) -> None:
-        result, beside = Resume.FAILED, None
+        result: Resume | None = Resume.FAILED
         try:
             async with self._turns, asyncio.timeout(PREPARE_SECONDS):
-                result, beside = await self._begun()
-            if beside is not None:
-                result = await self._kept_beside(*beside)
+                result = self._reason() or await self._begun()
+            if result is None and self._beside is not None:
+                result = Resume.FAILED
+                async with asyncio.timeout(PREPARE_SECONDS):
+                    result = await self._told(self._beside, self._beside.trial.num_tokens + 1)
+            if result is None and self._beside is not None:
+                await self._caught_up(self._beside)
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         if result is None:
             self.stop()
-        else:
-            self._steps.release(self._attempts, self._outcome.request_id)
-            self._note(result)
+            return
+        self._drop_beside()
+        self._steps.release(self._attempts, self._outcome.request_id)
+        self._note(result)
 
-    async def _begun(self) -> tuple[Resume | None, tuple[Opened, Transcript] | None]:
+    async def _begun(self) -> Resume | None:
         """Have another engine answer beside the old one, unless it can cache nothing of that; why
-        the stream stays all the same, or None, and that answer, with a transcript that is to try
-        it: of what the engine is told."""
+        the stream stays all the same, or None."""
         attempts, transcript = self._attempts, self._attempts.transcript
-        if (reason := self._reason()) is not None:
-            return reason, None
         outcome = replace(self._outcome)  # so far the client's request is answered where it was
         attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
         attempts.plan = None
@@ -140,12 +142,13 @@ class Mover:
             await self._steps.first_step(attempts, outcome)
         reason = attempts.staying()
         if reason is not None or transcript is None or not attempts.can_warm():
-            return reason, None
-        trial = transcript.trial()
+            return reason
+        trial = transcript.trial()  # of what the engine is told
         opened = await self._steps.second_step(attempts, outcome, self._changes())
+        self._beside = _Beside(opened, trial, opened.first)
         attempts.prefilled = None
         attempts.plan = Plan(decode=opened.engine, first_token_at=time.monotonic())
-        return None, (opened, trial)
+        return None
 
     def _reason(self) -> Resume | None:
         if not self._config.move:
@@ -162,40 +165,42 @@ class Mover:
         params = self._attempts.body.get("kv_transfer_params") or {}
         return {"kv_transfer_params": {**params, "reuse_from": places}}
 
-    async def _kept_beside(self, opened: Opened, trial: Transcript) -> Resume | None:
-        """Have the other engine tell as much as the client has, who goes on meanwhile, and keep its
-        answer; why the stream stays, or None. Where it does not in time, the stream stops first."""
-        result = Resume.FAILED
+    async def _caught_up(self, beside: "_Beside") -> None:
+        """Have the other engine, which goes on, tell as much as the client has, who gets more in
+        the meantime, but more slowly than it tells that. It is let go where it cannot in time."""
+        trial, transcript = beside.trial, self._attempts.transcript
+        assert transcript is not None  # as those that were begun have
+        began, first, result = time.monotonic(), trial.num_tokens, None
         self.pace(0.0)
         try:
             async with asyncio.timeout(min(BESIDE_SECONDS, self._config.move_pause_seconds)):
-                result = await self._caught_up(
-                    *(opened, trial),
-                    may_begin_anew=self._may_begin_anew(),
-                    ahead=self._attempts.transcript,
-                )
+                while result is None and _is_short(trial, transcript):
+                    result = await self._told(beside, trial.num_tokens + 1)
+                    if (count := trial.num_tokens - first) >= LEAST_TOLD:
+                        self.pace((time.monotonic() - began) / count)
         except (ProxyError, TimeoutError) as error:
             logger.info("request %s stops to be moved: %s", self._outcome.request_id, error)
-            return None
-        finally:
-            if result is Resume.RESUMED:
-                self._beside = opened
-            else:
-                self.pace(None)
-                opened.close()
-        return None if result is Resume.RESUMED else result
+            result = Resume.FAILED
+        if result is not None:
+            self._drop_beside()
+            self.pace(None)
 
     def _told_beside(self) -> Opened | None:
         """The engine that answers beside, where it has told what the client has."""
-        opened, self._beside, transcript = self._beside, None, self._attempts.transcript
-        if opened is None or transcript is None:
+        beside, self._beside, transcript = self._beside, None, self._attempts.transcript
+        if beside is None or transcript is None:
             return None
         trial = transcript.trial()
-        trial.pass_on(opened.first)
+        trial.pass_on(beside.opened.first)
         if trial.has_failed or trial.refusal is not None or trial.is_behind:
-            opened.close()
+            beside.opened.close()
             return None
-        return opened
+        return beside.opened
+
+    def _drop_beside(self) -> None:
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.opened.close()
 
     def _may_begin_anew(self) -> bool:
         """To begin anew takes about as long as it has taken so far."""
@@ -216,8 +221,8 @@ class Mover:
                 async with asyncio.timeout(self._config.move_pause_seconds):
                     opened = await self._steps.second_step(attempts, self._outcome, self._changes())
                     attempts.prefilled = None
-                    trial, may_begin_anew = transcript.trial(), self._may_begin_anew()
-                    result = await self._caught_up(opened, trial, may_begin_anew=may_begin_anew)
+                    beside = _Beside(opened, transcript.trial(), opened.first)
+                    result = await self._told(beside, 0) or Resume.RESUMED
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         finally:
@@ -240,34 +245,24 @@ class Mover:
         text = "request %s, while %s drains: %s"
         logger.info(text, self._outcome.request_id, name, result.meaning)
 
-    async def _caught_up(
-        self,
-        opened: Opened,
-        trial: Transcript,
-        *,
-        may_begin_anew: bool,
-        ahead: Transcript | None = None,
-    ) -> Resume:
-        """Read what another engine repeats of a stream, and with the transcript of one that goes on
-        *ahead* until it has told as much, for which that one waits for it; whether the stream can
-        go on there. What is read is `Opened.first` then."""
-        events, cutter = opened.first, opened.cutter
-        began, first = time.monotonic(), 0
-        while cutter is not None:
-            trial.pass_on(events)
+    async def _told(self, beside: "_Beside", count: int) -> Resume | None:
+        """Read what another engine tells until it has repeated all that it was told, and *count*
+        tokens are told; why the stream cannot go on there, or None. What is read is added to
+        `Opened.first`."""
+        opened, trial, may_begin_anew = beside.opened, beside.trial, self._may_begin_anew()
+        while opened.cutter is not None:
+            trial.pass_on(beside.unread)
+            beside.unread = b""
             if trial.has_failed or trial.refusal is not None:
                 return trial.refusal or Resume.FAILED
-            if not trial.is_behind and (ahead is None or not _is_short(trial, ahead)):
-                return Resume.RESUMED
+            if not trial.is_behind and (trial.has_finished or _num_tokens(trial) >= count):
+                return None
             if trial.is_behind and not may_begin_anew:
                 return Resume.ANEW
-            first = first or trial.num_tokens
-            if ahead is not None and trial.num_tokens > first:
-                self.pace((time.monotonic() - began) / (trial.num_tokens - first))
             if not (piece := await self._read(opened)):
                 break
-            events = cutter.feed(piece)
-            opened.first += events
+            beside.unread = opened.cutter.feed(piece)
+            opened.first += beside.unread
         return Resume.FAILED
 
     async def _read(self, opened: Opened) -> bytes:
@@ -277,7 +272,22 @@ class Mover:
             return await opened.response.content.readany()
 
 
+@dataclass
+class _Beside:
+    """Another engine's answer, the transcript that tries it, and events that this has not seen."""
+
+    opened: Opened
+    trial: Transcript
+    unread: bytes
+
+
+def _num_tokens(transcript: Transcript) -> int:
+    transcript.settle()
+    return transcript.num_tokens
+
+
 def _is_short(trial: Transcript, transcript: Transcript) -> bool:
-    """Whether the trial has not as much as the client."""
+    """Whether the trial, which goes on, has not as much as the client."""
     is_known = trial.settle() is None and transcript.settle() is None
-    return is_known and trial.num_tokens < transcript.num_tokens
+    is_short = trial.num_tokens < transcript.num_tokens and not trial.has_finished
+    return is_known and is_short

@@ -49,7 +49,7 @@ class _GivenUpError(Exception):
     """The engine says in a stream that it has given it up, or another one continues otherwise."""
 
 
-PACE = 1.5
+PACE = 2.0
 """Between events sent while more are held back, times what is between the engine's."""
 _GAIN = 0.1
 _END = b"\n\n"

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_commext.proxy import moving
 from vllm_commext.proxy.engines import read_capabilities
-from vllm_commext.proxy.relay import seconds_to_next
+from vllm_commext.proxy.relay import Relay, seconds_to_next
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.transcript import ANSWER
 
@@ -238,7 +238,7 @@ async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("since", "expected"), [(0.0, 0.024), (0.016, 0.008), (0.024, 0.0), (0.05, 0.0)]
+    ("since", "expected"), [(0.0, 0.032), (0.016, 0.016), (0.032, 0.0), (0.05, 0.0)]
 )
 def test_a_slow_step_does_not_take_longer_for_being_paced(since: float, expected: float) -> None:
     assert seconds_to_next(0.016, since) == pytest.approx(expected)
@@ -331,14 +331,6 @@ async def test_an_answer_that_goes_on_otherwise_there_stops_first(kit: Any) -> N
         assert told == [[1, 2], [1, 2, 3]]
 
 
-async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
-    engines = Beside()
-    async with kit.cluster(num_decode=2, move_pause_seconds=0.5) as cluster:
-        tell(cluster, COMPUTED)
-        got = Told(await drained_while_one_hangs(kit, cluster, engines, 0))
-        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
-
-
 async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(kit: Any) -> None:
     engines = Beside()
     async with kit.cluster(num_decode=2) as cluster:
@@ -348,35 +340,92 @@ async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(ki
         assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
 
 
+WHOLE = [(number, "x") for number in range(1, 600)]
+
+
+def says(engine: int, seconds: float, repeats_after: float = 0.0, begins_after: float = 0.0) -> Any:
+    """An engine that says a token each so many seconds; what it is told it repeats after so many,
+    and goes on after so many more."""
+
+    async def behave(call: Any) -> None:
+        told = len(call.body["kv_transfer_params"].get(ANSWER, ()))
+        await call.begin_stream()
+        if told:
+            await asyncio.sleep(repeats_after)
+            await call.chunk(event(engine, COMPLETIONS, WHOLE[:told], None))
+            await asyncio.sleep(begins_after)
+        for token in WHOLE[told:-1]:
+            await asyncio.sleep(seconds)
+            await call.chunk(event(engine, COMPLETIONS, [token], None))
+        await call.chunk(event(engine, COMPLETIONS, WHOLE[-1:], "stop") + DONE)
+        await call.end_stream()
+
+    return behave
+
+
+async def moved_after(kit: Any, cluster: Any, count: int) -> Told:
+    """What a client gets whose engine is drained after so many tokens, and let go of."""
+    first, _ = cluster.decode
+    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+        got = b""
+        while got.count(b"\n\n") < count:
+            got += await response.content.readany()
+        cluster.proxy.registry.drain(frozenset((first.url,)))
+        await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
+        return Told(got + await response.read())
+
+
 async def test_an_engine_that_says_less_in_the_same_time_catches_up(kit: Any) -> None:
     """As where nearly all streams have left the old one: the client waits for the new one."""
-    whole = [(number, "x") for number in range(1, 600)]
-
-    def says(engine: int, seconds: float) -> Any:
-        async def behave(call: Any) -> None:
-            told = len(call.body["kv_transfer_params"].get(ANSWER, ()))
-            await call.begin_stream()
-            if told:
-                await asyncio.sleep(0.05)
-                await call.chunk(event(engine, COMPLETIONS, whole[:told], None))
-            for token in whole[told:-1]:
-                await asyncio.sleep(seconds)
-                await call.chunk(event(engine, COMPLETIONS, [token], None))
-            await call.chunk(event(engine, COMPLETIONS, whole[-1:], "stop") + DONE)
-            await call.end_stream()
-
-        return behave
-
     async with kit.cluster(num_decode=2, move_pause_seconds=1.0) as cluster:
         tell(cluster, READ)
         first, second = cluster.decode
-        first.behave, second.behave = says(0, 0.002), says(1, 0.006)
-        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-            got = b""
-            while got.count(b"\n\n") < 100:
-                got += await response.content.readany()
-            cluster.proxy.registry.drain(frozenset((first.url,)))
-            await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
-            got += await response.read()
-        assert (Told(got).text, Told(got).resumed) == ("x" * len(whole), [1])
+        first.behave, second.behave = says(0, 0.002), says(1, 0.008, 0.05)
+        got = await moved_after(kit, cluster, 100)
+        assert (got.text, got.resumed) == ("x" * len(WHOLE), [1])
         assert len(second.calls) == 1
+
+
+async def test_the_pace_is_that_of_an_engine_which_goes_on(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine repeats what it is told at once, and goes on when it has read its KV cache."""
+    paces: list[float] = []
+    pace = Relay.pace
+
+    def note(relay: Relay, gap: float | None) -> None:
+        paces.append(gap or 0.0)
+        pace(relay, gap)
+
+    monkeypatch.setattr(Relay, "pace", note)
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, READ)
+        first, second = cluster.decode
+        first.behave, second.behave = says(0, 0.005), says(1, 0.005, 0.0, 1.0)
+        got = await moved_after(kit, cluster, 50)
+        assert (got.text, got.resumed) == ("x" * len(WHOLE), [1])
+        assert len(second.calls) == 1
+    assert 0.0 < max(paces) < 0.2
+
+
+async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
+    """The other engine tells a token, and no more, and then fails; the first one has said many
+    meanwhile, which the client has not got yet."""
+    async with kit.cluster(num_decode=2, move_pause_seconds=0.3) as cluster:
+        tell(cluster, COMPUTED)
+        first, second = cluster.decode
+
+        async def hangs(call: Any) -> None:
+            if len(second.calls) > 1:
+                await call.answer(500, b"{}")
+                return
+            told = len(call.body["kv_transfer_params"][ANSWER])
+            await asyncio.sleep(0.05)
+            await call.begin_stream()
+            await call.chunk(event(1, COMPLETIONS, WHOLE[: told + 1], None))
+            await kit.hanging(call)
+
+        first.behave, second.behave = says(0, 0.004), hangs
+        got = Told(await drained_early(cluster, Beside()))
+        assert (got.text, got.is_whole, got.resumed) == ("x" * len(WHOLE), True, [])
+        assert len(second.calls) == 2
