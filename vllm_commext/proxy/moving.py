@@ -31,8 +31,8 @@ from vllm_commext.proxy.transcript import Transcript
 logger = logging.getLogger("vllm.commext.proxy")
 
 MAX_MOVES = 3
-"""Streams whose prompt another engine gets at a time; others go on meanwhile, and wait for all
-prompts that come to an engine in one step."""
+"""Streams that another engine begins at a time, until it goes on with them: its reads share what
+the network moves, and the more streams read, the further each has fallen behind."""
 PREPARE_SECONDS = 60.0
 BESIDE_SECONDS = 5.0
 """For which two engines go on with an answer at most."""
@@ -117,10 +117,6 @@ class Mover:
             async with self._turns, asyncio.timeout(PREPARE_SECONDS):
                 result = self._reason() or await self._begun()
             if result is None and self._beside is not None:
-                result = Resume.FAILED
-                async with asyncio.timeout(PREPARE_SECONDS):
-                    result = await self._told(self._beside, self._beside.trial.num_tokens + 1)
-            if result is None and self._beside is not None:
                 await self._caught_up(self._beside)
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
@@ -132,7 +128,7 @@ class Mover:
         self._note(result)
 
     async def _begun(self) -> Resume | None:
-        """Have another engine answer beside the old one, unless it can cache nothing of that; why
+        """Have another engine go on beside the old one, unless it can cache nothing of that; why
         the stream stays all the same, or None."""
         attempts, transcript = self._attempts, self._attempts.transcript
         outcome = replace(self._outcome)  # so far the client's request is answered where it was
@@ -148,7 +144,7 @@ class Mover:
         self._beside = _Beside(opened, trial, opened.first)
         attempts.prefilled = None
         attempts.plan = Plan(decode=opened.engine, first_token_at=time.monotonic())
-        return None
+        return await self._told(self._beside, trial.num_tokens + 1)
 
     def _reason(self) -> Resume | None:
         if not self._config.move:
