@@ -100,6 +100,17 @@ class Attempts:
         if self.transcript is None:
             self.body, self._prompt = {}, None
 
+    def hand_over_to(self, opened: Opened) -> bool:
+        """Whether there is a prefill engine's KV cache, which the engine that answers reads, or is
+        about to have released."""
+        prefilled, self.prefilled = self.prefilled, None
+        job = prefilled.job if prefilled is not None else None
+        if opened.answer is not None and job is not None:
+            opened.answer.source = job
+        elif job is not None:
+            job.read()
+        return prefilled is not None
+
     def begin_again(self, failure: ProxyError) -> bool:
         """Whether the answer, which has failed so, may go on at another engine."""
         if self.num_resumed >= resume.MAX_RESUMES or self.transcript is None:

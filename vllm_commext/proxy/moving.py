@@ -142,7 +142,7 @@ class Mover:
         trial = transcript.trial()  # of what the engine is told
         opened = await self._steps.second_step(attempts, outcome, self._changes())
         self._beside = _Beside(opened, trial, opened.first)
-        attempts.prefilled = None
+        attempts.hand_over_to(opened)
         attempts.plan = Plan(decode=opened.engine, first_token_at=time.monotonic())
         return await self._told(self._beside, trial.num_tokens + 1)
 
@@ -216,7 +216,7 @@ class Mover:
             elif result is Resume.FAILED:
                 async with asyncio.timeout(self._config.move_pause_seconds):
                     opened = await self._steps.second_step(attempts, self._outcome, self._changes())
-                    attempts.prefilled = None
+                    attempts.hand_over_to(opened)
                     beside = _Beside(opened, transcript.trial(), opened.first)
                     result = await self._told(beside, 0) or Resume.RESUMED
         except (ProxyError, TimeoutError) as error:
@@ -257,6 +257,8 @@ class Mover:
                 return Resume.ANEW
             if not (piece := await self._read(opened)):
                 break
+            if opened.answer is not None:
+                opened.answer.go_on(piece.count(b"\n\n"), time.monotonic())
             beside.unread = opened.cutter.feed(piece)
             opened.first += beside.unread
         return Resume.FAILED

@@ -120,16 +120,9 @@ class Service:
 
     def _note_handover(self, attempts: Attempts, opened: Opened) -> None:
         """The prefill engine's KV cache is read, or on its way to be released by who reads it."""
-        prefilled, attempts.prefilled = attempts.prefilled, None
-        if prefilled is None:
-            return
-        if opened.cutter is not None:
+        if attempts.hand_over_to(opened) and opened.cutter is not None:
             later = opened.opened_at - attempts.prefilled_at
             self._planner.shared.handover.add(max(0.0, later))
-        if opened.answer is not None:
-            opened.answer.source = prefilled.job
-        elif prefilled.job is not None:
-            prefilled.job.read()
 
     async def _resume(
         self, attempts: Attempts, outcome: Outcome, failure: ProxyError

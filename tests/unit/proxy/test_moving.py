@@ -429,3 +429,27 @@ async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
         got = Told(await drained_early(cluster, Beside()))
         assert (got.text, got.is_whole, got.resumed) == ("x" * len(WHOLE), True, [])
         assert len(second.calls) == 2
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+async def test_the_policy_of_placement_knows_of_moves(kit: Any, ahead: str) -> None:
+    """What was computed for another engine is not counted as unread for ever, and the new engine
+    is known to answer when it does, not only when the client is told of it."""
+    async with kit.cluster(num_decode=2, prompt_order="shortest") as cluster:
+        tell(cluster, ahead)
+        first, second = cluster.decode
+        old, new = (one.load for one in cluster.proxy.decode_pool.engines)
+        first.behave, second.behave = says(0, 0.002), says(1, 0.002, 0.05)
+        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+            got = b""
+            while got.count(b"\n\n") < 50:
+                got += await response.content.readany()
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            await kit.until(lambda: not old.answers, "the first engine to be let go")
+            (answer,) = new.answers
+            assert answer.tokens > 1 or ahead == NOTHING
+            got += await response.read()
+        assert (Told(got).text, Told(got).resumed) == ("x" * len(WHOLE), [1])
+        await cluster.idle()
+        assert len(cluster.prefill[0].calls) == (1 if ahead == READ else 2)
+        assert [one.load.unread for one in cluster.proxy.registry.engines] == [0, 0, 0]
