@@ -98,10 +98,12 @@ class Mover:
             transcript = self._attempts.transcript
             if not self._task.done() and transcript is not None and transcript.has_finished:
                 self._note(Resume.ENDING)
-            await end_tasks([self._task])
-            self._task = None
-            self._drop_beside()
-            self._steps.release(self._attempts, self._outcome.request_id)
+            try:
+                await end_tasks([self._task])
+            finally:  # also where the client leaves meanwhile
+                self._task = None
+                self._drop_beside()
+                self._steps.release(self._attempts, self._outcome.request_id)
 
     def _forget(self) -> None:
         if self._engine is not None:

@@ -349,12 +349,12 @@ class Service:
         try:
             relayed = await relay.run(told)
         finally:
-            await mover.close()
             outcome.is_answered = relay.has_sent_end
             answer = (attempts.opened or opened).answer
             if relay.has_sent_end and answer is not None:
                 answer.end(time.monotonic())
                 self._note_expected(attempts, answer, outcome)
+            await mover.close()
         if relayed.failure is not None:
             outcome.set(relayed.failure.kind, relayed.failure.side)
             logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)

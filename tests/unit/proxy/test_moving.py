@@ -3,13 +3,14 @@ way the client gets each token once."""
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from vllm_commext.proxy import moving
+from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.relay import Relay, seconds_to_next
 from vllm_commext.proxy.resume import Resume
@@ -338,6 +339,45 @@ async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(ki
         got = Told(await drained_while_one_hangs(kit, cluster, engines, len(ANSWERED)))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
+
+
+async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine answers beside; what waits for that to end is told that the client left."""
+    has_ended = asyncio.Event()
+
+    async def wait_long(tasks: Iterable[asyncio.Task[Any]]) -> None:
+        await end_tasks(tasks)
+        has_ended.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(moving, "end_tasks", wait_long)
+    engines = Beside()
+    async with kit.cluster(num_decode=2) as cluster:
+        tell(cluster, READ)
+        first, second = cluster.decode
+
+        async def hangs(call: Any) -> None:
+            await call.begin_stream()
+            await call.chunk(event(1, COMPLETIONS, ANSWERED[:2], None))
+            for _ in ANSWERED[2:]:
+                engines.is_on.release()
+            await kit.hanging(call)
+
+        first.behave, second.behave = engines.first, hangs
+        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+            got = b""
+            while not got.endswith(DONE):
+                got += await response.content.readany()
+                if got.count(b"\n\n") == 2:
+                    cluster.proxy.registry.drain(frozenset((first.url,)))
+            await has_ended.wait()
+        assert Told(got).text == "abcd"
+        await cluster.idle()
+        await kit.until(lambda: second.num_left == 1, "the other engine to be left")
+        assert [one.in_flight for one in cluster.proxy.decode_pool.engines] == [0, 0]
+        assert 'outcome="client_gone"' not in await cluster.metrics()
 
 
 WHOLE = [(number, "x") for number in range(1, 600)]
