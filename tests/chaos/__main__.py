@@ -42,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
         "--streams", action="store_true", help="read prompts while they are computed"
     )
     parser.add_argument(
+        "--reuse",
+        action="store_true",
+        help="decode engines cache prefixes and offer blocks to one another: streams that move are "
+        "read from the engine that drains",
+    )
+    parser.add_argument(
         "--adaptive",
         action="store_true",
         help="requests that the proxy places",
@@ -90,6 +96,7 @@ def main() -> int:
         policy=args.policy,
         spares=args.spares,
         streams=args.streams,
+        reuse=args.reuse,
         adaptive=args.adaptive,
         gpus=tuple(args.gpus),
         args=tuple(served.gpu_options(model) if args.gpus else served.cpu_options(model)),

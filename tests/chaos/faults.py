@@ -39,6 +39,7 @@ LONG_PROMPT = 900
 NUM_CROWDING, CROWDING_PROMPT, CROWDING_TOKENS = 13, 400, 300
 """Each is let in with its prompt, and grows; three more can run beside them."""
 NUM_DRAINED, DRAINED_TOKENS = 6, 200
+LONGEST_MOVE_SECONDS = 0.4
 PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},
@@ -221,8 +222,13 @@ def _drain_decode(scene: Scene) -> list[str]:
         alone = partial(complete, url, cluster.MODEL_NAME, max_tokens=most)
         expected = list(pool.map(alone, prompts))
         asked = [
-            pool.submit(ask, proxy_url, prompt, stream=True, extra=extra, max_tokens=most)
-            for prompt, extra in zip(prompts, (None, WITHOUT_LOGPROBS) * NUM_DRAINED, strict=False)
+            pool.submit(
+                *(ask, proxy_url, prompt),
+                stream=True,
+                extra=scene.load.salted(extra),
+                max_tokens=most,
+            )
+            for prompt, extra in zip(prompts, ({}, WITHOUT_LOGPROBS) * NUM_DRAINED, strict=False)
         ]
         time.sleep(scene.rng.uniform(0.5, 1.5))
         testbed.admin.drain(url)
@@ -231,6 +237,25 @@ def _drain_decode(scene: Scene) -> list[str]:
         answers = [one.result() for one in asked]
     verdicts = [scene.load.note(*pair) for pair in zip(expected, answers, strict=True)]
     return [f"a stream was {verdict}" for verdict in verdicts if verdict != RIGHT]
+
+
+def _kill_while_moving(*, taker: bool) -> Callable[[Scene], None]:
+    """Kill the engine that drains, or the other one, which its streams go to."""
+
+    def act(scene: Scene) -> None:
+        testbed, running = scene.testbed, scene.load.running
+        drained = testbed.url(DECODE)
+        testbed.admin.begin_drain(drained)
+        time.sleep(scene.rng.uniform(0.0, LONGEST_MOVE_SECONDS))
+        if taker:
+            running.leave(*testbed.names(DECODE), lost=False)
+            testbed.exchange(DECODE)
+        running.leave(*testbed.names(DECODE), lost=True)
+        testbed.signal(DECODE, signal.SIGKILL)
+        testbed.admin.undrain(drained)
+        testbed.restart(DECODE, as_another=False)
+
+    return act
 
 
 _STALL = TRANSFER_SECONDS + HANDSHAKE_SECONDS
@@ -255,6 +280,8 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "cut_side_channel": _through_relay(cut=True),
     "crowd_prefill": _crowd_prefill,
     "drain_decode": _drain_decode,
+    "kill_drained": _kill_while_moving(taker=False),
+    "kill_taker": _kill_while_moving(taker=True),
     "slow_network": _network(cut=False),
     "cut_network": _network(cut=True),
 }

@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from vllm_commext.errors import CommextError
 MAX_TOKENS = 24
 WITHOUT_LOGPROBS = {"logprobs": None}
 """So that a stream whose engine is lost goes on from its tokens, and is not drawn anew."""
+NOTHING: Mapping[str, Any] = {}
 SEEDED: Mapping[str, Any] = {"temperature": 0.8}
 """With a seed beside it."""
 MOST = 0.8
@@ -102,6 +104,7 @@ class Load:
             most of them are streams.
         least_seconds: what an answer of ``MAX_TOKENS`` may take.
         pause_seconds: what each client waits between an answer and its next request.
+        salts: what engines cache of a request is for no other one.
         running: where streams run.
         num_unequal: right answers that went on with another one of two equally likely tokens.
         verdicts: answers by verdict.
@@ -116,6 +119,7 @@ class Load:
     max_tokens: int = MAX_TOKENS
     least_seconds: float = BOUND_SECONDS
     pause_seconds: float = 0.0
+    salts: bool = False
     running: Running = field(default_factory=Running)
     num_unequal: int = 0
     verdicts: Counter[str] = field(default_factory=Counter[str])
@@ -137,6 +141,10 @@ class Load:
     def bound_seconds(self) -> float:
         """How long an answer may take."""
         return self.least_seconds + SECONDS_A_TOKEN * (self.max_tokens - MAX_TOKENS)
+
+    def salted(self, extra: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+        """What is laid over one request, with a salt of its own where requests have one."""
+        return {**extra, **({"cache_salt": uuid.uuid4().hex} if self.salts else {})}
 
     def start(self, num_clients: int) -> None:
         """Begin with ``num_clients`` clients, each with one request at a time."""
@@ -200,7 +208,7 @@ class Load:
             self.url,
             known.right.prompt,
             stream=stream,
-            extra=extra,
+            extra=self.salted(extra),
             max_tokens=num_tokens,
             timeout_seconds=self.bound_seconds,
             on_begin=lambda told: self.running.begin(number, told["X-Commext-Decode"]),

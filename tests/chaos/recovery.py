@@ -35,8 +35,8 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
         reference = load.references[attempts % len(load.references)]
         try:
             before = _not_read(testbed)
-            bound = load.bound_seconds
-            answer = ask(testbed.proxy_url, reference.prompt, timeout_seconds=bound)
+            bound, extra = load.bound_seconds, load.salted()
+            answer = ask(testbed.proxy_url, reference.prompt, timeout_seconds=bound, extra=extra)
             verdict = load.note(reference, answer)
             ended = time.monotonic()
             proven = verdict == RIGHT and _not_read(testbed) == before

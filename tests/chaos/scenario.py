@@ -50,6 +50,7 @@ class Scenario:
         spares: each role has a second engine, which no fault is aimed at, and decode engines keep
             their policy.
         streams: prompts are read while they are computed.
+        reuse: see ``Testbed``; each request has a salt of its own, so that it is read all the same.
         adaptive: see ``Testbed``; on loopback alone.
         gpus, args, proxy_args: see ``Testbed``.
         max_tokens: with more than ``MAX_TOKENS`` answers are as long as that, and faults come to
@@ -73,6 +74,7 @@ class Scenario:
     connector: str = cluster.CONNECTOR
     spares: bool = False
     streams: bool = False
+    reuse: bool = False
     adaptive: bool = False
     gpus: Sequence[str] = ()
     args: Sequence[str] = ()
@@ -115,7 +117,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         known = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
         testbed = Testbed(
             *(model, folder, link, scenario.policy, scenario.connector, scenario.spares),
-            *(scenario.streams, scenario.adaptive, scenario.gpus),
+            *(scenario.streams, scenario.reuse, scenario.adaptive, scenario.gpus),
             *(scenario.args, scenario.proxy_args),
         )
         stack.callback(testbed.stop)
@@ -126,6 +128,7 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             *(testbed.proxy_url, known, scenario.seed, scenario.max_tokens),
             least_seconds=scenario.bound_seconds,
             pause_seconds=scenario.pause_seconds,
+            salts=scenario.reuse,
         )
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
@@ -207,6 +210,10 @@ class _Run:
             self._record.settings["streamed"] = streamed = int(self._stage.streamed())
             if not streamed:
                 self._record.problems.append("no request was streamed")
+        if self._scenario.reuse:
+            self._record.settings["reused"] = reused = self._stage.reused()
+            if not reused["blocks"]:
+                self._record.problems.append("no stream was read from the engine that it left")
         if self._scenario.adaptive:
             self._record.settings["placed"] = placed = self._stage.placements()
             if not all(placed[kind] for kind in ("local", "handed_over")):
@@ -225,6 +232,8 @@ class _Run:
         if killed:
             self._settle(f"before fault {fault.number}", (killed,), compare=True)
             time.sleep(fault.delay_seconds / 2)
+        if self._scenario.reuse:
+            self._stage.count_reused()
         started = time.monotonic()
         problems = self._inject(fault)
         back = time.monotonic()

@@ -58,6 +58,8 @@ KINDS = {
             needs_streams=True,
         ),
         Kind("drain_decode", "D is drained under long streams, and comes back", needs_spares=True),
+        Kind("kill_drained", "D is killed as streams leave it", needs_spares=True),
+        Kind("kill_taker", "D is killed as streams come from one that drains", needs_spares=True),
         Kind("slow_network", "the link between P and D is throttled", needs_namespace=True),
         Kind("cut_network", "the link between P and D is cut", needs_namespace=True),
     )

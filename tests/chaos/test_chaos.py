@@ -13,6 +13,7 @@ from tests.chaos.scenario import Scenario, run
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
+from vllm_commext.proxy.resume import Resume
 
 KINDS = (
     "side_channel_garbage",
@@ -126,3 +127,25 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
     else:
         assert failures(record, timed=False) == [], report
         assert record.verdicts[ERROR] == errors == 0, report
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("real_servers")
+def test_no_stream_is_lost_that_is_read_from_the_engine_that_drains(tmp_path: Path) -> None:
+    record = run_here(
+        tmp_path,
+        num_requests=50,
+        num_faults=6,
+        kinds=("drain_decode", "kill_drained", "kill_taker"),
+        num_clients=6,
+        num_prompts=8,
+        spares=True,
+        streams=True,
+        reuse=True,
+        max_tokens=200,
+    )
+    report = as_markdown(record)
+    assert failures(record, timed=False) == [], report
+    assert record.verdicts[ERROR] == 0, report
+    assert record.moves[Resume.RESUMED] > 0, report

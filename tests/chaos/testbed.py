@@ -57,6 +57,11 @@ GPU_ARGS = fixed_cache(1 << 28)
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 FAILED_LOADS = "vllm:commext_nixl_failures_total"
 MAPPED_BYTES = "vllm:commext_nixl_mapped_bytes_total"
+REUSED = {
+    "lookups": "vllm:commext_nixl_reuse_lookups_total",
+    "blocks": "vllm:commext_nixl_reuse_blocks_total",
+    "in vain": "vllm:commext_nixl_reuse_recomputed_blocks_total",
+}
 PROXY_ARGS = (
     "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
@@ -88,6 +93,7 @@ class Testbed:
         with_spares: each role has a second engine, which faults come to only by ``aim``, and the
             decode engines keep their policy.
         streams: prompts are computed in several chunks, and read while they are.
+        reuse: decode engines cache prefixes and offer blocks to one another.
         adaptive: the proxy places requests; the prefill engine takes prompts alone, every other one
             either step.
         gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
@@ -104,6 +110,7 @@ class Testbed:
     connector: str = cluster.CONNECTOR
     with_spares: bool = False
     streams: bool = False
+    reuse: bool = False
     adaptive: bool = False
     gpus: Sequence[str] = ()
     args: Sequence[str] = ()
@@ -114,6 +121,7 @@ class Testbed:
     admin: AdminPort = field(init=False)
     censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     memory: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    _reused: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
     def start(self) -> None:
         """Start everything and wait until the proxy says that it can serve."""
@@ -171,6 +179,10 @@ class Testbed:
             both.sort(key=lambda one: (in_flight[self._url(one)], rng.random()))
             self.spares[role], self.engines[role] = both
 
+    def exchange(self, role: str) -> None:
+        """From now on faults come to the other engine of a role."""
+        self.engines[role], self.spares[role] = self.spares[role], self.engines[role]
+
     def names(self, role: str) -> tuple[str, str]:
         """What the proxy calls the engine that faults come to, and the other one."""
         is_spare = self.engines[role].name != role
@@ -206,6 +218,19 @@ class Testbed:
     def streamed(self) -> float:
         """Requests so far that both engines were asked for at once, and D has answered."""
         return self.proxy_metrics().total("commext_proxy_streams_total", way="streamed")
+
+    def count_reused(self) -> None:
+        """Remember what the decode engines have read of one another, before one is killed."""
+        for engine in self._all():
+            if engine.role == DECODE:
+                page = scrape(self._url(engine))
+                counts = {what: int(page.total(name)) for what, name in REUSED.items()}
+                self._reused[engine.server.name] = counts
+
+    def reused(self) -> dict[str, int]:
+        """What all decode engines have read of one another until they were killed."""
+        self.count_reused()
+        return {what: sum(one[what] for one in self._reused.values()) for what in REUSED}
 
     def placements(self) -> dict[str, int]:
         """Attempts so far by where they were placed."""
@@ -315,12 +340,16 @@ class Testbed:
                 "stream_chunks": self.streams,
             },
         )
+        caches = self.reuse and engine.role == DECODE
+        if caches:
+            more = {"reuse_blocks": True, "reuse_min_tokens": 0}
+            config["kv_connector_extra_config"].update(more)
         if self.gpus:
             config["kv_buffer_device"] = "cuda"
             config["kv_connector_extra_config"]["mapped_reads"] = "auto"
-        # No prefix cache: every request has to be read.
-        args = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--no-enable-prefix-caching"]
-        args += self.args
+        args = ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
+        # Without a prefix cache every request has to be read.
+        args += ["--enable-prefix-caching" if caches else "--no-enable-prefix-caching", *self.args]
         if self.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP}

@@ -159,6 +159,10 @@ class AdminPort:
             assert time.monotonic() < deadline, f"{url} goes on to hold requests"
             time.sleep(POLL_SECONDS)
 
+    def begin_drain(self, url: str) -> None:
+        """No more work for an engine."""
+        self._ask("drain", url)
+
     def undrain(self, url: str) -> None:
         """The engine, or another one in its place, gets work again."""
         self._ask("undrain", url)
