@@ -1,9 +1,11 @@
 """API keys, TLS on either side, and the access log."""
 
 import logging
+import re
 import shutil
 import ssl
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +101,18 @@ async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> No
 async def test_the_access_log_has_a_line_for_each_request(
     kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    began = time.monotonic()
     with caplog.at_level(logging.INFO, logger="vllm.commext.proxy.access"):
         async with kit.cluster(access_log=True) as cluster:
             assert (await cluster.ask(BODY, headers={"X-Request-Id": "one"})).status == 200
             assert (
                 await cluster.ask({"prompt": "x", "kv_transfer_params": {"x": 1}})
             ).status == 400
+    took = time.monotonic() - began
     first, second = (r.getMessage() for r in caplog.records if r.name.endswith(".access"))
     assert first.startswith("id=one client=127.0.0.1 endpoint=/v1/completions outcome=ok ")
-    assert "path=two-step prefill=prefill0 decode=decode0 first_token=0." in first
+    assert " path=two-step prefill=prefill0 decode=decode0 first_token=" in first
+    timed = re.search(r" first_token=(\d+\.\d{3}) seconds=(\d+\.\d{3})$", first)
+    assert timed is not None, first
+    assert 0.0 < float(timed[1]) <= float(timed[2]) <= took
     assert "outcome=bad_request side=proxy path=- prefill=- decode=- first_token=- " in second
