@@ -146,6 +146,7 @@ class Mover:
         self._beside = _Beside(opened, trial, opened.first)
         attempts.hand_over_to(opened)
         attempts.plan = Plan(decode=opened.engine, first_token_at=time.monotonic())
+        self.pace(0.0)  # it has the request, and goes on when it has its KV cache
         return await self._told(self._beside, trial.num_tokens + 1)
 
     def _reason(self) -> Resume | None:
@@ -169,7 +170,6 @@ class Mover:
         trial, transcript = beside.trial, self._attempts.transcript
         assert transcript is not None  # as those that were begun have
         began, first, result = time.monotonic(), trial.num_tokens, None
-        self.pace(0.0)
         try:
             async with asyncio.timeout(min(BESIDE_SECONDS, self._config.move_pause_seconds)):
                 while result is None and _is_short(trial, transcript):
@@ -181,7 +181,6 @@ class Mover:
             result = Resume.FAILED
         if result is not None:
             self._drop_beside()
-            self.pace(None)
 
     def _told_beside(self) -> Opened | None:
         """The engine that answers beside, where it has told what the client has."""
@@ -197,6 +196,7 @@ class Mover:
 
     def _drop_beside(self) -> None:
         beside, self._beside = self._beside, None
+        self.pace(None)
         if beside is not None:
             beside.opened.close()
 
