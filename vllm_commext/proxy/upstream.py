@@ -197,7 +197,7 @@ class Upstream:
             on_ask(engine)
             if not payload.is_loading:
                 await self._take_turn(engine, payload, held)
-            return await self.open_at(engine, payload, held)
+            return await self._open_at(engine, payload, held)
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -330,7 +330,7 @@ class Upstream:
         """Raises `ProxyError` where the engine may not have taken it."""
         await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
-    async def open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
+    async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
         """See `decode`; the engine need not compute the *held* first tokens of the prompt."""
         seconds = self._config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
