@@ -373,8 +373,7 @@ class SideChannelServer:
             )
 
     def _find_blocks(self, request: wire.FindBlocks, blocks: OfferTable) -> wire.FoundBlocks:
-        begins = range(0, len(request.hashes), wire.HASH_BYTES)
-        run = blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
+        run = blocks.find(wire.names_in(request.hashes))
         incarnation, host, port = self._place
         return wire.FoundBlocks(
             engine_id=self.engine_id,

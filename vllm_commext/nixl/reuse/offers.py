@@ -40,7 +40,7 @@ from vllm_commext.anonymous_memory import AnonymousMemory, Offer
 from vllm_commext.nixl.geometry.request_blocks import NULL_BLOCK
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import GENERATIONS
-from vllm_commext.nixl.wire.messages import HASH_BYTES
+from vllm_commext.nixl.wire.messages import HASH_BYTES, names_in
 from vllm_commext.nixl.wire.prompt import Prompt, prompt_of
 
 if TYPE_CHECKING:
@@ -248,15 +248,18 @@ class Names:
     def num_common(self, request: Request, num_tokens: int, names: Sequence[bytes]) -> int:
         """Whole blocks of a request's first tokens that have these names, from the first one on."""
         last, step = self._root_of(request), _PIECE_BLOCKS * self.block_size
+        if last is None:
+            return 0
         count = 0
-        for begin in range(0, num_tokens, step) if last is not None else ():
-            end = min(begin + step, num_tokens)
-            own = chain(last or b"", request.all_token_ids[begin:end], self.block_size)
+        whole = num_tokens // self.block_size * self.block_size
+        for begin in range(0, whole, step):
+            end = min(begin + step, whole)
+            own = chain(last, request.all_token_ids[begin:end], self.block_size)
             for name in own:
                 if count == len(names) or name != names[count]:
                     return count
                 count += 1
-            last = own[-1] if own else last
+            last = own[-1]
         return count
 
     def _root_of(self, request: Request) -> bytes | None:
@@ -334,12 +337,13 @@ class Offers:
         wanted = self._table.wanted
         if not wanted:
             return
-        void = self._void
         candidates = [
-            one for one in running if is_complete(one[0]) and one[0].request_id not in void
+            (request, block_ids)
+            for request, block_ids in running
+            if is_complete(request) and request.request_id not in self._void
         ]
         for hashes in wanted:
-            names = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+            names = names_in(hashes)
             found: list[tuple[int, Sequence[int]]] = [
                 (self._names.num_common(request, num_computed(request), names), block_ids)
                 for request, block_ids in candidates

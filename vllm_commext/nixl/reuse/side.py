@@ -137,10 +137,8 @@ class BlockFinder:
 
     def _channel(self, address: SideChannelAddress, *, is_held: bool) -> SideChannel:
         """A side channel, one of several to the same engine for questions that it holds."""
-        number = 0
-        while is_held and number < MAX_HELD and self._is_asking(address, number):
-            number += 1
-        key = address, number % MAX_HELD
+        numbers = range(MAX_HELD if is_held else 1)
+        key = address, next((n for n in numbers if not self._is_asking(address, n)), 0)
         channel = self._channels.pop(key, None) or SideChannel(self._client, address, BACK_OFF)
         self._channels[key] = channel
         return channel

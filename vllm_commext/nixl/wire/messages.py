@@ -159,6 +159,11 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
     pp_size: int = 1
 
 
+def names_in(hashes: bytes) -> list[bytes]:
+    """The names of blocks that stand one behind the other, ``HASH_BYTES`` each."""
+    return [hashes[begin : begin + HASH_BYTES] for begin in range(0, len(hashes), HASH_BYTES)]
+
+
 class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """Side channel, between any two engines: which of these blocks are on offer?
 
