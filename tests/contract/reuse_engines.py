@@ -12,11 +12,11 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from tests.contract.scheduled_core import Core, has_ended, request_of, turn_until
+from tests.contract.scheduled_core import Core, has_ended, request_of, turn_until, written
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.nixl.metadata import HandshakeMetadata
-from vllm_commext.nixl.reuse.offers import GenerationTable
+from vllm_commext.nixl.reuse.offers import GenerationTable, Run
 from vllm_commext.nixl.wire.places import write_place
 
 HOST = "127.0.0.1"
@@ -74,6 +74,38 @@ def changed(request: Request, params: dict[str, Any]) -> Request:
     if "lora" in params:
         request.lora_request = LoRARequest(params["lora"], 1, params.get("path", "/nowhere"))
     return request
+
+
+class Writes:
+    """What an engine's steps write to.  Before each, every block that it writes to has another
+    generation than any that was told of with a name before, and is on offer no more.
+
+    Attributes:
+        each: blocks that each step so far has written to.
+        num_reused: how often a block was that had been told of.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.each: list[set[int]] = []
+        self.num_reused = 0
+        self._engine = engine
+        self._told: dict[int, int] = {}
+        self._execute = engine.core.worker.execute
+        engine.core.worker.execute = self._check
+
+    def tell(self, run: Run) -> None:
+        """These blocks were told of."""
+        self._told |= dict(zip(run.block_ids, run.generations, strict=True))
+
+    def _check(self, step: Any) -> Any:
+        blocks = written(self._engine.core, step)
+        for block in blocks:
+            if block in self._told:
+                self.num_reused += 1
+                assert int(self._engine.table.generations[block]) != self._told.pop(block)
+            assert block not in self._engine.side._reuse._offers._table._hash_of
+        self.each.append(blocks)
+        return self._execute(step)
 
 
 def start(folder: Path, role: str, **settings: Any) -> Engine:

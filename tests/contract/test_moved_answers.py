@@ -11,8 +11,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.contract.reuse_engines import BOUND_SECONDS, Engine, start, turn_until
-from tests.contract.scheduled_core import BLOCK, NUM_TOKENS, next_token, request_of, written
+from tests.contract.reuse_engines import BOUND_SECONDS, Engine, Writes, start, turn_until
+from tests.contract.scheduled_core import BLOCK, NUM_TOKENS, next_token, request_of
 from vllm_commext.compat.first_token import RunningRequests
 
 pytestmark = [
@@ -192,35 +192,20 @@ def test_of_answers_that_begin_alike_the_longest_common_one_is_read(make: MakeEn
 def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
     make: MakeEngine, is_async: bool
 ) -> None:
-    """Many answers at a time in a pool of few blocks, each looked for at random times.  Before each
-    step, every block that the step writes to has another generation than any that was told of with
-    a name before; and no step under way writes to a block that is put on offer."""
+    """Many answers at a time in a pool of few blocks, each looked for at random times, see
+    ``Writes``; and no step under way writes to a block that is put on offer."""
     owner = make(is_async=is_async, num_blocks=28)
     scheduler, dice = owner.core.scheduler, random.Random(5)
     names, table = owner.side._reuse._names, owner.side._reuse._offers._table
-    told: dict[int, int] = {}
-    execute, num_told, num_reused, num_preempted = owner.core.worker.execute, 0, 0, 0
-    writes: list[set[int]] = []
-    offer = table.offer
+    writes, num_told, num_preempted, offer = Writes(owner), 0, 0, table.offer
 
     def check_offer(hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         num_under_way = len(owner.core._under_way)
-        under_way = set[int]().union(*writes[len(writes) - num_under_way :])
+        under_way = set[int]().union(*writes.each[len(writes.each) - num_under_way :])
         assert not under_way & set(block_ids)
         offer(hashes, block_ids)
 
-    def check(step: Any) -> Any:
-        nonlocal num_reused
-        for block in written(owner.core, step):
-            if block in told:
-                num_reused += 1
-                assert int(owner.table.generations[block]) != told.pop(block)
-            assert block not in table._hash_of
-        writes.append(written(owner.core, step))
-        return execute(step)
-
     table.offer = check_offer
-    owner.core.worker.execute = check
     waiting = [
         request_of(
             f"r{number}",
@@ -243,6 +228,6 @@ def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
         for one in scheduler.running:
             run = table.find(names.of(one, one.num_tokens))
             num_told += len(run.block_ids)
-            told |= dict(zip(run.block_ids, run.generations, strict=True))
+            writes.tell(run)
     assert table.wanted == []
-    assert min(num_told, num_reused, num_preempted) > 100
+    assert min(num_told, writes.num_reused, num_preempted) > 100

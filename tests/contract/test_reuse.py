@@ -22,6 +22,7 @@ from tests.contract.reuse_engines import (
     BOUND_SECONDS,
     HOST,
     Engine,
+    Writes,
     changed,
     has_ended,
     start,
@@ -396,34 +397,20 @@ def test_an_aborted_request_offers_nothing_and_is_forgotten(make: MakeEngine) ->
 def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
     make: MakeEngine, is_async: bool
 ) -> None:
-    """Many conversations in a pool of few blocks.  Before each step, every block that the step
-    writes to has another generation than any that was told of with a name before."""
+    """Many conversations in a pool of few blocks, see ``Writes``."""
     owner = make("kv_consumer", is_async=is_async, num_blocks=24)
     table, dice = owner.side._reuse._offers._table, random.Random(3)
-    told: dict[int, int] = {}
-    execute, num_seen, num_reused = owner.core.worker.execute, 0, 0
-
-    def check(step: Any) -> Any:
-        nonlocal num_reused
-        for block in written(owner.core, step):
-            if block in told:
-                num_reused += 1
-                assert int(owner.table.generations[block]) != told.pop(block)
-            assert block not in table._hash_of
-        return execute(step)
-
-    owner.core.worker.execute = check
-    names = owner.side._reuse._names
+    writes, num_seen, names = Writes(owner), 0, owner.side._reuse._names
     for number in range(60):
         prompt = [dice.randrange(3) for _ in range(dice.randrange(4, 40))]
         owner.ask(f"r{number}", prompt, max_tokens=dice.randrange(1, 8))
         run = table.find(names.of(request_of("look", prompt), len(prompt)))
         num_seen += len(run.block_ids)
-        told |= dict(zip(run.block_ids, run.generations, strict=True))
+        writes.tell(run)
         assert [int(owner.table.generations[one]) for one in run.block_ids] == run.generations
         turn_until(owner.core, lambda: not owner.core.scheduler.requests)
         assert free(owner.core) == 23
-    assert min(num_seen, num_reused) > 100
+    assert min(num_seen, writes.num_reused) > 100
 
 
 @pytest.mark.parametrize(
