@@ -90,6 +90,14 @@ def tell(cluster: Any, ahead: str) -> None:
         engine.capabilities = replace(known, caches=ahead != NOTHING, ranks=ranks)
 
 
+async def beginning(response: Any, count: int) -> bytes:
+    """What a client has got when that are so many events, or more."""
+    got = b""
+    while got.count(b"\n\n") < count:
+        got += await response.content.readany()
+    return got
+
+
 async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected: Resume) -> bytes:
     """What a client gets whose first engine is drained once it has two tokens."""
     first, second = cluster.decode
@@ -97,9 +105,7 @@ async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected
     body = {"prompt": "hello", "messages": [], "stream": True, **body}
     counted = f'commext_proxy_moves_total{{result="{expected}"}} 1.0'
     async with cluster.post(body, engines.path) as response:
-        got = b""
-        while got.count(b"\n\n") < 2:
-            got += await response.content.readany()
+        got = await beginning(response, 2)
         cluster.proxy.registry.drain(frozenset((first.url,)))
         while counted not in await cluster.metrics():
             await asyncio.sleep(0.01)
@@ -407,9 +413,7 @@ async def moved_after(kit: Any, cluster: Any, count: int) -> Told:
     """What a client gets whose engine is drained after so many tokens, and let go of."""
     first, _ = cluster.decode
     async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-        got = b""
-        while got.count(b"\n\n") < count:
-            got += await response.content.readany()
+        got = await beginning(response, count)
         cluster.proxy.registry.drain(frozenset((first.url,)))
         await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
         return Told(got + await response.read())
@@ -481,9 +485,7 @@ async def test_the_policy_of_placement_knows_of_moves(kit: Any, ahead: str) -> N
         old, new = (one.load for one in cluster.proxy.decode_pool.engines)
         first.behave, second.behave = says(0, 0.002), says(1, 0.002, 0.05)
         async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-            got = b""
-            while got.count(b"\n\n") < 50:
-                got += await response.content.readany()
+            got = await beginning(response, 50)
             cluster.proxy.registry.drain(frozenset((first.url,)))
             await kit.until(lambda: not old.answers, "the first engine to be let go")
             (answer,) = new.answers
