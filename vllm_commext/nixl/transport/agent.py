@@ -40,6 +40,7 @@ class UcxLog:
 
     def __init__(self) -> None:
         self._lanes: list[str] = []
+        self._reading = -1
         self._writing: int | None = None
         self._library: Any = None
 
@@ -47,11 +48,11 @@ class UcxLog:
         """Let UCX write here; call it before UCX is loaded, and ``detach`` after that."""
         if _LEVEL in os.environ or _FILE in os.environ or self._writing is not None:
             return
-        reading, self._writing = os.pipe()
+        self._reading, self._writing = os.pipe()
         os.environ[_LEVEL] = "info"
         os.environ[_FILE] = f"/proc/self/fd/{self._writing}"
         threading.Thread(
-            target=self._follow, args=(reading,), name="commext-ucx-log", daemon=True
+            target=self._follow, args=(self._reading,), name="commext-ucx-log", daemon=True
         ).start()
 
     def detach(self) -> None:
@@ -59,6 +60,11 @@ class UcxLog:
         if self._writing is None or not os.environ.get(_FILE, "").startswith("/proc/self/fd/"):
             return
         del os.environ[_LEVEL], os.environ[_FILE]
+        # UCX also logs where its caller keeps others from running Python, such as when an agent is
+        # collected: it must not wait for the thread that reads, and what that has no room for goes.
+        for end in _descriptors_of(self._writing):
+            if end != self._reading:
+                os.set_blocking(end, False)
         self._library = _loaded_library()
         if self._library is None:
             logger.warning("UCX's library is not where it was expected: its messages come late")
@@ -88,6 +94,15 @@ class UcxLog:
         for word, level in _LEVELS.items():
             if f" {word} " in line:
                 logger.log(level, "UCX: %s", line)
+
+
+def _descriptors_of(descriptor: int) -> Iterator[int]:
+    """All of this process that stand for the same file as one does."""
+    file = os.fstat(descriptor)
+    for one in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is closed again
+            if os.path.samestat(os.fstat(one), file):
+                yield one
 
 
 def _loaded_library() -> Any:

@@ -1,0 +1,45 @@
+"""UCX logs from calls in which nobody else in its process can run Python."""
+
+import subprocess
+import sys
+
+BOUND_SECONDS = 60.0
+NUM_LINES = 4000
+PROGRAM = f"""
+import ctypes, sys
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.transport.agent import NixlAgent, _loaded_library, ucx_log
+
+agent = NixlAgent(parse_config({{}}, default_host="127.0.0.1", default_port=1))
+sys.setswitchinterval(1000.0)  # the log's reader does not come to read
+
+
+class Component(ctypes.Structure):
+    _fields_ = [
+        ("level", ctypes.c_int), ("name", ctypes.c_char * 16), ("filter", ctypes.c_char_p)
+    ]
+
+
+dispatch = ctypes.PyDLL(_loaded_library()._name).ucs_log_dispatch  # keeps the interpreter's lock
+WARNING, INFO = 2, 4
+component = Component(INFO, b"TEST", b"*")
+of = b"mpool.c", 1, b"none", WARNING, ctypes.byref(component)
+for number in range({NUM_LINES}):
+    dispatch(*of, b"object %d was not returned", number)
+sys.setswitchinterval(0.005)
+ucx_log.transports()  # waits for the reader
+print("went on")
+"""
+
+
+def test_ucx_does_not_wait_for_the_reader_of_its_log() -> None:
+    """As where an agent is collected that has requests under way: a line for each."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_SECONDS,
+    )
+    assert "went on" in done.stdout
+    assert "object 0 was not returned" in done.stderr
