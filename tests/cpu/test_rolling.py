@@ -150,8 +150,9 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 
 def vllm_of(server: VllmServer) -> Version:
-    """The version that a server tells: a forked one could be of another interpreter."""
-    return Version(httpx.get(f"{server.url}/version", timeout=60, verify=tls()).json()["version"])
+    """The release that a server tells: a forked one could be of another interpreter."""
+    told = httpx.get(f"{server.url}/version", timeout=60, verify=tls()).json()["version"]
+    return Version(Version(told).public)
 
 
 def roll(
