@@ -123,15 +123,18 @@ class Attempts:
 
     def staying(self) -> Resume | None:
         """Reason why the answer ends where it is, though that engine drains."""
-        transcript, engine = self.transcript, self.opened and self.opened.engine
+        transcript = self.transcript
         reason = self.refusal if transcript is None else transcript.settle()
         if transcript is None or reason is not None:
             return reason
         num_left = most_tokens(self.body) - transcript.num_tokens
-        if transcript.has_finished or num_left < resume.MIN_LEFT:
-            return Resume.ENDING
-        others = [one for one in self._decode.engines if one.usable and one is not engine]
-        return None if others else Resume.FAILED
+        is_ending = transcript.has_finished or num_left < resume.MIN_LEFT
+        return Resume.ENDING if is_ending else None
+
+    def has_other(self) -> bool:
+        """Whether another decode engine than the one that answers may be given work."""
+        engine = self.opened and self.opened.engine
+        return any(one.usable and one is not engine for one in self._decode.engines)
 
     def can_warm(self) -> bool:
         """Whether any decode engine that may be chosen caches what a request leaves there."""

@@ -34,6 +34,7 @@ MAX_MOVES = 3
 """Streams that another engine begins at a time, until it goes on with them: its reads share what
 the network moves, and the more streams read, the further each has fallen behind."""
 PREPARE_SECONDS = 60.0
+LOOK_SECONDS = 0.2
 BESIDE_SECONDS = 5.0
 """For which two engines go on with an answer at most."""
 LEAST_TOLD = 4
@@ -116,6 +117,8 @@ class Mover:
     async def _prepare(self) -> None:
         result: Resume | None = Resume.FAILED
         try:
+            async with asyncio.timeout(PREPARE_SECONDS):
+                await self._until_another()
             async with self._turns, asyncio.timeout(PREPARE_SECONDS):
                 result = self._reason() or await self._begun()
             if result is None and self._beside is not None:
@@ -128,6 +131,12 @@ class Mover:
         self._drop_beside()
         self._steps.release(self._attempts, self._outcome.request_id)
         self._note(result)
+
+    async def _until_another(self) -> None:
+        """Wait for an engine to go on at: where engines are replaced one after the other, the next
+        one drains as soon as the one before is back, which the next check alone tells."""
+        while not self._attempts.has_other() and self._reason() is None:
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _begun(self) -> Resume | None:
         """Have another engine go on beside the old one, unless it can cache nothing of that; why

@@ -3,8 +3,9 @@ way the client gets each token once."""
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +99,13 @@ async def beginning(response: Any, count: int) -> bytes:
     return got
 
 
-async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected: Resume) -> bytes:
+async def drained(
+    cluster: Any,
+    engines: Engines,
+    body: dict[str, Any],
+    expected: Resume,
+    at_drain: Callable[[], None] = lambda: None,
+) -> bytes:
     """What a client gets whose first engine is drained once it has two tokens."""
     first, second = cluster.decode
     first.behave, second.behave = engines.first, engines.second
@@ -106,6 +113,7 @@ async def drained(cluster: Any, engines: Engines, body: dict[str, Any], expected
     counted = f'commext_proxy_moves_total{{result="{expected}"}} 1.0'
     async with cluster.post(body, engines.path) as response:
         got = await beginning(response, 2)
+        at_drain()
         cluster.proxy.registry.drain(frozenset((first.url,)))
         while counted not in await cluster.metrics():
             await asyncio.sleep(0.01)
@@ -200,13 +208,24 @@ async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
         assert (got.text, got.resumed) == ("abcd", [])
 
 
-async def test_the_only_engine_keeps_its_streams(kit: Any) -> None:
+async def test_the_only_engine_keeps_its_streams(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "PREPARE_SECONDS", 0.2)
     engines = Engines(COMPLETIONS)
-    async with kit.cluster(num_decode=2) as cluster:
-        cluster.proxy.decode_pool.engines[1].refuse("it is away")
+    async with kit.cluster(num_decode=2, health_interval_seconds=60.0) as cluster:
+        cluster.proxy.decode_pool.engines[1].healthy = False
         got = Told(await drained(cluster, engines, {}, Resume.FAILED))
         assert (got.text, got.resumed) == ("abcd", [])
         assert cluster.decode[1].calls == []
+
+
+async def test_a_stream_waits_for_an_engine_that_comes_back(kit: Any) -> None:
+    """Of engines that are replaced, one may drain before a check tells of the one before it."""
+    engines = Engines(COMPLETIONS)
+    async with kit.cluster(num_decode=2) as cluster:
+        away = cluster.proxy.decode_pool.engines[1]
+        refuse = partial(away.refuse, "it was away")  # until a check, which is made at once
+        got = Told(await drained(cluster, engines, {}, Resume.RESUMED, refuse))
+        assert (got.text, got.resumed) == ("abcd", [1])
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
