@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,14 +150,15 @@ class AdminPort:
         self._url = f"http://{LOOPBACK}:{port}"
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    def drain(self, url: str) -> None:
+    def drain(self, url: str, look: Callable[[], object] = lambda: None) -> None:
         """No more work for an engine, and what it has ends: its requests, and what it holds for
-        decode engines."""
+        decode engines, as its metrics page says after a *look*."""
         self._ask("drain", url, wait_seconds=BOUND_SECONDS)
         deadline = time.monotonic() + BOUND_SECONDS
         while scrape(url).total(HELD):
             assert time.monotonic() < deadline, f"{url} goes on to hold requests"
             time.sleep(POLL_SECONDS)
+            look()
 
     def begin_drain(self, url: str) -> None:
         """No more work for an engine."""
