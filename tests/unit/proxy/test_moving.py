@@ -391,7 +391,8 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
             await kit.hanging(call)
 
         first.behave, second.behave = engines.first, hangs
-        async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
+        body, leaving = {"prompt": "hello", "stream": True}, {"Connection": "close"}
+        async with cluster.post(body, COMPLETIONS, headers=leaving) as response:
             got = b""
             while not got.endswith(DONE):
                 got += await response.content.readany()
