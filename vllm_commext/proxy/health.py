@@ -98,8 +98,8 @@ class HealthMonitor:
         if drains:
             engine.note_drain()
         elif failure is None:
+            await self._learn_page(engine)  # before it may get work
             engine.passed_check(self._config.health_rise)
-            await self._learn_page(engine)
         else:
             engine.failed_check(self._config.health_fall, failure)
         if engine.healthy != was_healthy:

@@ -1,5 +1,6 @@
 """Which decode engines a prefill engine is told of, and what it is told."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -189,3 +190,14 @@ async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any
         engine.metrics_status = 200
         await kit.until(lambda: one.capabilities.is_known, "an answer")
         assert [place["port"] for place in one.capabilities.offers] == [engine.port]
+
+
+async def test_an_engine_that_comes_back_gets_work_once_it_is_known_what_it_can(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        (one,) = cluster.proxy.decode_pool.engines
+        one.refuse("it was away")
+        assert not one.capabilities.is_known
+        async with asyncio.timeout(10):
+            while not one.usable:
+                await asyncio.sleep(0)
+        assert one.capabilities.is_known
