@@ -51,9 +51,10 @@ HEALTHY = "commext_proxy_engines_healthy"
 PAUSES = "commext_proxy_move_pause_seconds"
 MOVES, RESUMES = "commext_proxy_moves_total", "commext_proxy_resumes_total"
 ENDED = "vllm:request_success_total"
-NUM_MOVED_TOKENS = 220
-"""The engine drains when an answer has some 25 of its tokens, and all have left it by 150; the
-other test's is killed when it has told 15 of each."""
+NUM_MOVED_TOKENS = 400
+"""The engine drains when an answer has some 25 of its tokens, and on slow cores all have left it by
+150; the other test's is killed when it has told 15 of each. With so many no chat ends with what a
+parser may hold back as the beginning of a mark, which depends on how events are merged."""
 NOTE = b',"commext_resumed":1'
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
