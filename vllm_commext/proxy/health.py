@@ -98,8 +98,11 @@ class HealthMonitor:
         if drains:
             engine.note_drain()
         elif failure is None:
-            await self._learn_page(engine)  # before it may get work
+            if not was_healthy:
+                await self._learn_page(engine)  # before it gets work
             engine.passed_check(self._config.health_rise)
+            if was_healthy:  # by now, what requests find out meanwhile is newer than the check
+                await self._learn_page(engine)
         else:
             engine.failed_check(self._config.health_fall, failure)
         if engine.healthy != was_healthy:

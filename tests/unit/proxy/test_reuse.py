@@ -15,11 +15,13 @@ from vllm_commext.proxy.engines import (
     MAX_PLACES,
     STREAMS_METRIC,
     UNKNOWN,
+    Engine,
     EnginePool,
     places_of,
     read_cache,
     read_capabilities,
 )
+from vllm_commext.proxy.health import HealthMonitor
 
 BODY = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 3}
 FLAGS = 'streams="0",reuse="1",releases="1"'
@@ -201,3 +203,23 @@ async def test_an_engine_that_comes_back_gets_work_once_it_is_known_what_it_can(
             while not one.usable:
                 await asyncio.sleep(0)
         assert one.capabilities.is_known
+
+
+async def test_a_drain_that_is_noticed_after_a_check_counts(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is well says so, and drains while it tells what it can."""
+    noticed = asyncio.Event()
+
+    async def learn(_: HealthMonitor, engine: Engine) -> None:
+        engine.note_drain()
+        noticed.set()
+
+    async with kit.cluster(health_interval_seconds=0.05) as cluster:
+        (one,) = cluster.proxy.decode_pool.engines
+        monkeypatch.setattr(HealthMonitor, "_learn_page", learn)
+        async with asyncio.timeout(10):
+            await noticed.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert one.drains_itself
