@@ -31,7 +31,7 @@ from tests.cpu.event_streams import COMPLETIONS, body_of, told
 from tests.cpu.test_moves import NUM_BODIES, Clients, said, wait_for_streams
 from tests.cpu.test_resume import by_result
 from tests.kit import ROOT, cluster, fleet
-from tests.kit.installed import VLLM
+from tests.kit.installed import VLLM, release
 from tests.kit.metrics import scrape
 from tests.kit.parity import complete, tls
 from tests.kit.prompts import prompt_set
@@ -156,7 +156,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 def vllm_of(server: VllmServer) -> Version:
     """The release that a server tells: a forked one could be of another interpreter."""
     told = httpx.get(f"{server.url}/version", timeout=60, verify=tls()).json()["version"]
-    return Version(Version(told).public)
+    return release(told)
 
 
 def roll(

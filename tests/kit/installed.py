@@ -4,4 +4,10 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-VLLM = Version(version("vllm").partition("+")[0])
+
+def release(told: str) -> Version:
+    """The release that a version is a build of: ``0.33.0+cpu`` is one of 0.33.0."""
+    return Version(Version(told).public)
+
+
+VLLM = release(version("vllm"))
