@@ -43,7 +43,10 @@ from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
 from vllm_commext.proxy.resume import Resume
 
-NUM_TOKENS, NUM_FIRST = 200, 5
+NUM_TOKENS, NUM_FIRST = 400, 5
+"""The engine drains, or is killed, when each client has the first ones. It goes on meanwhile, so on
+a busy machine short answers have ended by then. With so many no chat ends with what a parser may
+hold back as the beginning of a mark, which depends on how events are merged."""
 BOUND_SECONDS = 300.0
 logger = logging.getLogger("vllm.commext.tests")
 
@@ -51,10 +54,6 @@ HEALTHY = "commext_proxy_engines_healthy"
 PAUSES = "commext_proxy_move_pause_seconds"
 MOVES, RESUMES = "commext_proxy_moves_total", "commext_proxy_resumes_total"
 ENDED = "vllm:request_success_total"
-NUM_MOVED_TOKENS = 400
-"""The engine drains when an answer has some 25 of its tokens, and on slow cores all have left it by
-150; the other test's is killed when it has told 15 of each. With so many no chat ends with what a
-parser may hold back as the beginning of a mark, which depends on how events are merged."""
 NOTE = b',"commext_resumed":1'
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 CONTINUOUS: dict[str, Any] = {
@@ -180,11 +179,9 @@ class Asked:
     """A stream that is read by a thread of its own, and stays where it is after its first events
     until it is let go."""
 
-    def __init__(
-        self, servers: Servers, name: str, barrier: threading.Barrier, num_tokens: int = NUM_TOKENS
-    ) -> None:
+    def __init__(self, servers: Servers, name: str, barrier: threading.Barrier) -> None:
         path, changes, _ = ASKED[name]
-        long = {"model": servers.model, "max_tokens": num_tokens, "ignore_eos": True}
+        long = {"model": servers.model, "max_tokens": NUM_TOKENS, "ignore_eos": True}
         self.path, self.body = path, body_of(path, {**long, **changes})
         self.request_id = uuid.uuid4().hex
         self._servers, self._barrier = servers, barrier
@@ -222,7 +219,7 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     with servers.proxied(*([] if moves else ["--no-move"])) as proxy:
         names = servers.asked(MOVED)
         barrier = threading.Barrier(len(names), change)
-        streams = {name: Asked(servers, name, barrier, NUM_MOVED_TOKENS) for name in names}
+        streams = {name: Asked(servers, name, barrier) for name in names}
         before = {one.name: scrape(one.url) for one in (servers.first, servers.second)}
         expected = in_threads({name: one.expect for name, one in streams.items()})
         found = in_threads({name: one.read for name, one in streams.items()})
