@@ -43,7 +43,7 @@ from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
 from vllm_commext.proxy.resume import Resume
 
-NUM_TOKENS, NUM_FIRST = 400, 5
+NUM_TOKENS, NUM_FIRST = 800, 5
 """The engine drains, or is killed, when each client has the first ones. It goes on meanwhile, so on
 a busy machine short answers have ended by then. With so many no chat ends with what a parser may
 hold back as the beginning of a mark, which depends on how events are merged."""
