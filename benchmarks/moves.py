@@ -72,6 +72,7 @@ def arguments() -> argparse.Namespace:
     add("--kv-gib", nargs="+", type=float, default=[], help="KV cache of each engine on a GPU")
     add("--faults", nargs="+", choices=(DRAIN, KILL), default=[DRAIN, KILL])
     add("--streams", type=int)
+    add("--kill-streams", type=int, help="of a kill, where not as many")
     add("--prompt-tokens", type=int)
     add("--answer-tokens", type=int, nargs=2, metavar=("DRAIN", "KILL"))
     add("--before-tokens", type=int, help="of each answer, before its engine goes")
@@ -91,6 +92,7 @@ def arguments() -> argparse.Namespace:
     args.answer_tokens = dict(zip((DRAIN, KILL), args.answer_tokens or answers, strict=True))
     args.before_tokens = args.before_tokens or before
     args.streams = args.streams or streams
+    args.streams = {DRAIN: args.streams, KILL: args.kill_streams or args.streams}
     for name in ("gpus", "kv_gib"):
         given = getattr(args, name)
         if args.device == "cuda" and len(given) != len(args.roles):
@@ -133,7 +135,7 @@ class Run:
         await self._ask("POST", "undrain", url=old.url)
         await self._ask("POST", "drain", url=new.url)
         await self._admin.until_usable(self._session, [old.url])
-        streams = [self._stream(fault) for _ in range(self._args.streams)]
+        streams = [self._stream(fault) for _ in range(self._args.streams[fault])]
         before, read_before = scrape(self._proxy.url), scrape(new.url)
         tasks = [
             asyncio.create_task(one.read(self._session, self._proxy.url, cluster.MODEL_NAME))
@@ -275,7 +277,7 @@ def measure(
         args.device,
         folder,
         max_tokens=longest,
-        concurrency=args.streams,
+        concurrency=max(args.streams.values()),
         gpus=args.gpus,
         gpu_memory=0.0,
         start_seconds=args.start_seconds,

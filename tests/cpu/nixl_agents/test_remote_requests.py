@@ -11,6 +11,7 @@ import pytest
 
 from tests.cpu.nixl_agents.harness import (
     BLOCK_BYTES,
+    BOUND_SECONDS,
     FACTS,
     SlowReads,
     assert_works,
@@ -21,6 +22,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import MODEL_HEADS, Ranks
+from vllm_commext.nixl import transfer_thread
 from vllm_commext.nixl.decode import peers, transfers
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transport import posting
@@ -273,6 +275,22 @@ def test_a_read_that_moves_on_is_not_late(
     assert time.monotonic() - begun > 1.5 * timeout
     assert decode.outcomes.late == decode.outcomes.failed == set()
     expected = expected_after(decode.memory, prefill.memory, [(n, n) for n in blocks])
+    assert same(decode.memory, expected)
+
+
+def test_a_load_is_read_as_soon_as_the_ones_before_it_have_made_room(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for room needs nothing else to happen in the thread, which is at rest for as long
+    as it likes when nothing is under way."""
+    for name in ("LEASED_WAIT_SECONDS", "DUTY_WAIT_SECONDS", "IDLE_WAIT_SECONDS"):
+        monkeypatch.setattr(transfer_thread, name, 10 * BOUND_SECONDS)
+    prefill = make_engine("p", serve=True)
+    decode = make_engine("d", seed=2, max_bytes_in_flight=1)
+    assert_works(decode, prefill)
+    expected = expected_after(decode.memory, prefill.memory, [(n, 1) for n in range(4)])
+    decode.load(*(load_of(f"r{n}", prefill.remote(f"x{n}", [1]), [n]) for n in range(4)))
+    assert decode.outcomes.failed == set()
     assert same(decode.memory, expected)
 
 

@@ -78,20 +78,20 @@ class Loader:
         return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
-        """One look at everything under way; whether anything has moved on."""
+        """One look at everything under way; whether anything has moved on.  What waits for room
+        comes after the reads that may have made some: the thread then need not come back for it."""
         num_moves = self.streams.num_moves
         self.client.poll()
         ended = self._peers.poll()
         for peer in ended:
             self._on_handshake_done(peer)
+        has_progressed = self._go_on_reading() or bool(ended)
         self._read_streams()
         self._serve_waiting()
         self.uses.keep_alive.send_due()
         self.uses.release_due()
-        has_progressed = self._go_on_reading() or bool(ended)
-        has_progressed = has_progressed or self.streams.num_moves > num_moves
         self._go_on_probing()
-        return has_progressed
+        return has_progressed or self.streams.num_moves > num_moves
 
     def gauges(self) -> dict[str, float]:
         """What is under way, and the known peers by state."""
