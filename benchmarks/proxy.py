@@ -4,7 +4,8 @@ Engines that answer at once and pace their tokens stand in for vLLM, so what is 
 proxy. Four ways to the same decode engine take turns in every round: directly, through
 `vllm-commext proxy`, through it with `--no-resume`, and through a two-step proxy of FastAPI and
 httpx in the manner of vLLM's toy (`proxy_load/toy.py`). Added latency is what a way takes longer
-than the direct one.
+than the direct one. Of long streams the processor time of two more is measured, which say what the
+machine and the library take at least: relays that do nothing else (`proxy_load/floor.py`).
 
 Streams that begin one after the other tell the latency: each lasts a second or ten tokens, and is
 followed by another one. Long streams that all begin within one interval tell the processor time of
@@ -36,6 +37,8 @@ from tests.kit.supervisor import descendants
 
 DIRECT, OURS, TOY = "direct", "vllm-commext", "FastAPI + httpx"
 NO_RESUME = "vllm-commext --no-resume"
+FLOORS = {"aiohttp alone": "aiohttp", "bytes alone": "bytes"}
+"""Ways that are measured with long streams only, and what `proxy_load/floor.py` calls them."""
 WARM_UP_SECONDS = 1.0
 BIG_BODY_BYTES = 33_000_000
 PROMPT = "Disaggregated prefill means that " * 8
@@ -80,6 +83,8 @@ def way_to(way: str, prefill: int, decode: int, folder: Path) -> Iterator[tuple[
     port = free_port()
     urls = [f"http://127.0.0.1:{each}" for each in (prefill, decode)]
     command = [sys.executable, str(HERE / "toy.py"), str(port), *urls]
+    if way in FLOORS:
+        command = [sys.executable, str(HERE / "floor.py"), FLOORS[way], str(port), str(decode)]
     if way in (OURS, NO_RESUME):
         command = [sys.executable, "-m", "vllm_commext", "proxy", "--port", str(port)]
         command += ["--prefill", urls[0], "--decode", urls[1], "--log-level", "warning"]
@@ -131,13 +136,15 @@ def one_round(way: str, folder: Path, seconds: float) -> list[Row]:
             cpu = used(pid) - before
             rows.append(measured(way, load, samples, cpu))
 
-        for num_streams, interval in PACES:
+        for num_streams, interval in PACES if way not in FLOORS else ():
             tokens = max(MIN_STREAM_TOKENS, int(STREAM_SECONDS / interval))
             load = f"{num_streams} streams of {tokens} tokens, {1e3 * interval:g} ms"
             run(load, num_streams, interval, tokens, tokens * interval)
         for num_streams, interval in LONG_PACES:
             load = f"{num_streams} long streams, {1e3 * interval:g} ms"
             run(load, num_streams, interval, int(seconds / interval))
+        if way in FLOORS:
+            return rows
         run("requests of one token, 32 clients", 32, 0.0, 1)
         if way != DIRECT:
             sender = [sys.executable, str(HERE / "big_bodies.py"), str(port)]
@@ -167,7 +174,9 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     for load in loads:
         is_direct_known = any(row.way == DIRECT and row.load == load for row in rows)
         direct = medians(rows, DIRECT, load) if is_direct_known else {}
-        for way in (OURS, NO_RESUME, TOY):
+        for way in dict.fromkeys(row.way for row in rows if row.load.startswith(load)):
+            if way == DIRECT:
+                continue
             got = medians(rows, way, load)
             added = {name: 1e3 * (value - direct.get(name, 0.0)) for name, value in got.items()}
             first = f"{added['first_token_p50']:.2f} / {added['first_token_p99']:.2f}"
@@ -194,7 +203,7 @@ def main() -> int:
     lines = [f"before: {conditions()}"]
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.rounds):
-            for way in (DIRECT, OURS, NO_RESUME, TOY):
+            for way in (DIRECT, OURS, NO_RESUME, TOY, *FLOORS):
                 rows += one_round(way, Path(folder), args.seconds)
     lines += ["", *report(rows), "", f"after: {conditions()}"]
     sys.stdout.write("\n".join(lines) + "\n")
