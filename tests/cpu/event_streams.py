@@ -26,6 +26,7 @@ NUM_TRIES = 400
 # What one event has of its tokens, of which it may hold one or several.
 _TEXTS = ("content", "reasoning", "text")
 _LISTS = ("token_ids", "tool_calls", "prompt_token_ids")
+_MARK = re.compile("</?think>")
 _number = iter(range(10_000))
 
 
@@ -119,9 +120,11 @@ def tokens_and_first(stream: Told) -> dict[str, Any]:
 
 def tokens_and_letters(stream: Told) -> dict[str, Any]:
     """What a chat tells whatever its reasoning parser makes of events that were merged, as they are
-    where they are taken slowly: all but the texts, and the letters of all fields together."""
+    where they are taken slowly: all but the texts, and the letters of all fields together, without
+    those of marks, which such a parser leaves in the midst of a merged text."""
     whole = canonical(stream)
-    return {**whole, **dict.fromkeys(_TEXTS, sorted("".join(whole[name] for name in _TEXTS)))}
+    texts = "".join(_MARK.sub("", whole[name]) for name in _TEXTS)
+    return {**whole, **dict.fromkeys(_TEXTS, sorted(texts))}
 
 
 def _written(content: Mapping[str, Any]) -> bytes:

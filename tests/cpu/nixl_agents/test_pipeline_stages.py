@@ -93,9 +93,9 @@ def test_every_byte_arrives_while_the_stages_compute(
     case, theirs, ours = case_and_stages(MODELS[kind], *pair, spans=spans)
     with cluster_of(case, theirs, ours, streams=True) as cluster:
         cluster.stream(random.Random(f"steps {pair}"))
-        assert cluster.decode.wait_received(cluster.requests) == [set()] * len(
-            cluster.decode.workers
-        )
+        failed = cluster.decode.wait_received(cluster.requests)
+        reasons = [worker.recorded["failures"] for worker in cluster.decode.workers]
+        assert failed == [set()] * len(failed), reasons
         cluster.prefill.wait_released(cluster.requests)
         assert cluster.decode.faults(cluster.requests) == []
         assert cluster.prefill.is_untouched()
