@@ -91,8 +91,8 @@ def arguments() -> argparse.Namespace:
     args.prompt_tokens = args.prompt_tokens or prompt
     args.answer_tokens = dict(zip((DRAIN, KILL), args.answer_tokens or answers, strict=True))
     args.before_tokens = args.before_tokens or before
-    args.streams = args.streams or streams
-    args.streams = {DRAIN: args.streams, KILL: args.kill_streams or args.streams}
+    num_streams = args.streams or streams
+    args.streams = {DRAIN: num_streams, KILL: args.kill_streams or num_streams}
     for name in ("gpus", "kv_gib"):
         given = getattr(args, name)
         if args.device == "cuda" and len(given) != len(args.roles):

@@ -174,9 +174,8 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     for load in loads:
         is_direct_known = any(row.way == DIRECT and row.load == load for row in rows)
         direct = medians(rows, DIRECT, load) if is_direct_known else {}
-        for way in dict.fromkeys(row.way for row in rows if row.load.startswith(load)):
-            if way == DIRECT:
-                continue
+        ways = (row.way for row in rows if row.load.startswith(load) and row.way != DIRECT)
+        for way in dict.fromkeys(ways):
             got = medians(rows, way, load)
             added = {name: 1e3 * (value - direct.get(name, 0.0)) for name, value in got.items()}
             first = f"{added['first_token_p50']:.2f} / {added['first_token_p99']:.2f}"
