@@ -107,11 +107,12 @@ fuzz: env ## A million side-channel frames and 100,000 notifications of garbage;
 mutants: env ## Whether unit tests notice flipped operators and constants, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
-lint: env ## ruff, pyright, and who may import whom
+lint: env ## ruff, pyright, who may import whom, and the budgets of tools/budgets.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/budgets.py
 
 docs: env ## Write the generated pages under docs/, the tables of README.md and docs/performance.md, and the picture
 	$(BIN)/python tools/generate_docs.py
