@@ -284,6 +284,7 @@ def options_page() -> str:
         (f"`{action.option_strings[0]}{_value_of(action)}`", default_of(action), meaning_of(action))
         for group in parser._action_groups
         for action in group._group_actions
+        if action.help != argparse.SUPPRESS
     ]
     return page(OPTIONS_INTRODUCTION, table(("option", "default", "meaning"), rows))
 

@@ -25,7 +25,7 @@ engines that take both steps, placed to keep 1 s to the first token and 15 ms fo
   vllm-commext proxy --engine http://a:8100 --engine http://b:8100 --ttft-ms 1000 --tpot-ms 15"""
 _GROUPS = {
     "engines": ("prefill", "decode", "both", "engines_file", "refresh_interval_seconds"),
-    "where it listens": ("host", "port", "workers", "log_level", "access_log"),
+    "where it listens": ("host", "port", "reuse_port", "log_level", "access_log"),
     "which engines serve a request": (
         *("placement", "ttft_ms", "tpot_ms", "refuse_late", "prompt_order", "fair_by"),
         *("min_prompt_tokens", "stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
@@ -40,7 +40,7 @@ _GROUPS = {
         *("decode_idle_timeout_seconds", "client_timeout_seconds", "keep_alive_seconds"),
         "drain_timeout_seconds",
     ),
-    "limits, of each worker": (
+    "limits, of this process": (
         *("max_in_flight", "max_body_bytes", "max_buffered_bytes", "upload_bytes_per_second"),
         *("max_connections", "max_connections_per_peer"),
     ),
@@ -51,6 +51,23 @@ _GROUPS = {
     "admin port": ("admin_host", "admin_port", "admin_token_file"),
 }
 """Every option, by the heading under which ``--help`` has it."""
+
+
+GONE = {
+    "--workers": "start several proxies with --reuse-port on one --port, or behind a balancer",
+}
+"""Options of earlier releases: what to use instead."""
+
+
+class _Gone(argparse.Action):
+    """Ends the command at an option that is gone."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, value: Any, typed: str | None = None
+    ) -> None:
+        given = f"{typed} {value}" if value is not None else typed
+        remedy = GONE[self.option_strings[0]]
+        parser.exit(2, f"vllm-commext proxy: {given} is gone: {remedy}\n")
 
 
 def _add(parser: argparse.ArgumentParser) -> Callable[..., None]:
@@ -68,6 +85,10 @@ def _add(parser: argparse.ArgumentParser) -> Callable[..., None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option a field of `ProxyConfig`."""
     add = _add(parser)
+    for flag in GONE:
+        parser.add_argument(
+            flag, action=_Gone, nargs="?", help=argparse.SUPPRESS, default=argparse.SUPPRESS
+        )
     for role in ("prefill", "decode"):
         add(
             f"--{role}",
@@ -103,6 +124,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         help="port on which engines are added, removed and drained; 0: any free one; default: none",
+    )
+    add(
+        "--reuse-port",
+        action="store_true",
+        help="share the port with other proxies that set it, too (SO_REUSEPORT)",
     )
     add("--access-log", action="store_true", help="log a line for every request that ends")
     add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
@@ -201,24 +227,17 @@ def run(args: argparse.Namespace) -> int:
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        run_loop(_serving(config, args.log_level.upper()))
+        run_loop(_serving(config))
     except ConfigError as error:
         return _fail(1, str(error))
     return 0
 
 
-async def _serving(config: ProxyConfig, log_level: str) -> None:
+async def _serving(config: ProxyConfig) -> None:
     from vllm_commext.proxy.process import fitted, raise_limit
+    from vllm_commext.proxy.server import serve
 
-    config = fitted(config, raise_limit())
-    if config.workers > 1:
-        from vllm_commext.proxy.supervisor import serve_by_workers
-
-        await serve_by_workers(config, log_level, _announce)
-    else:
-        from vllm_commext.proxy.server import serve
-
-        await serve(config, _announce)
+    await serve(fitted(config, raise_limit()), _announce)
 
 
 def _announce(line: str) -> None:

@@ -28,18 +28,9 @@ class AdminState:
     places: frozenset[EngineEndpoint] = field(default_factory=frozenset[EngineEndpoint])
     drained: frozenset[str] = field(default_factory=frozenset[str])
 
-    def as_json(self) -> dict[str, Any]:
-        places = [[place.role, place.url] for place in sorted(self.places)]
-        return {"places": places, "drained": sorted(self.drained)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "AdminState":
-        places = frozenset(EngineEndpoint(role, url) for role, url in content["places"])
-        return cls(places, frozenset(content["drained"]))
-
 
 class Control(Protocol):
-    """Registry that the admin port acts on: this process's, or all workers'."""
+    """Registry that the admin port acts on."""
 
     def apply(self, state: AdminState) -> None:
         """Raises `ConfigError`, and changes nothing, if that cannot be."""

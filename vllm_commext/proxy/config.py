@@ -89,7 +89,6 @@ class ProxyConfig:
     affinity_tokens: int = _option(
         500_000, "tokens of earlier prompts that an engine is assumed to hold still"
     )
-    workers: int = _option(1, "processes that share the port; each has the limits for itself")
     max_body_bytes: int = _option(32 * MIB, "largest request body")
     max_buffered_bytes: int = _option(
         512 * MIB, "bytes of request bodies at a time; one more is refused with 503"
@@ -116,6 +115,7 @@ class ProxyConfig:
     tls_cert_file: str = _file("certificate chain in PEM: clients then need https")
     tls_key_file: str = _file("its private key, if that is not in the same file")
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
+    reuse_port: bool = False
     access_log: bool = False
     affinity: bool = True
     resume: bool = True

@@ -1,42 +1,21 @@
 """The proxy's own Prometheus metrics. Every label comes from a fixed set of values."""
 
-import os
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_commext.proxy.choice import KINDS
 from vllm_commext.proxy.engines import EnginePool
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.two_step import AtOnce, LocalPrefill
 
-# prometheus_client then keeps every process's values in files of this folder.
-SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
 _TOKEN_SECONDS = (0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25, 1)
 _PAGE_SHARE = 4
-_SHARED_BYTES = 1 << 20
-_SHARED_KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemin")
-
-
-def reserve_files(folder: str, idx: int) -> None:
-    """Have the files of worker *idx* on the disk before it maps them: a write to a mapped page
-    that the disk has no room for ends a process. Raises `OSError`."""
-    for kind in _SHARED_KINDS:
-        with (Path(folder) / f"{kind}_{idx}.db").open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, _SHARED_BYTES)
-
-
-def share_values(idx: int) -> None:
-    """Have this process keep its values in the files of worker *idx*."""
-    values.ValueClass = values.MultiProcessValue(lambda: idx)
 
 
 class ProxyMetrics:
@@ -102,17 +81,12 @@ class ProxyMetrics:
             "Estimated prompt tokens already cached (held) or not (new) on the chosen engine.",
             *("role", "kind"),
         )
-        self.in_flight = gauge(
-            "commext_proxy_requests_in_flight", "Requests being served now.", "livesum"
-        )
-        self.in_flight.set(0)  # a worker's file may have the number of the one before it
-        self._healthy = gauge(
-            "commext_proxy_engines_healthy", "Healthy engines.", "livemin", "role"
-        )
+        self.in_flight = gauge("commext_proxy_requests_in_flight", "Requests being served now.")
+        self._healthy = gauge("commext_proxy_engines_healthy", "Healthy engines.", "role")
         self._engine_in_flight = gauge(
             "commext_proxy_engine_requests_in_flight",
             "Requests of this proxy that an engine works on now.",
-            *("livesum", "role", "engine"),
+            *("role", "engine"),
         )
         self._describe_times()
 
@@ -164,8 +138,8 @@ class ProxyMetrics:
             made.labels(value)
         return made
 
-    def _gauge(self, name: str, text: str, mode: Any, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, multiprocess_mode=mode, registry=self._registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self._registry)
 
     def _seconds(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS
@@ -173,17 +147,12 @@ class ProxyMetrics:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format; those of all workers if there are several. A page
-        is given out again for a few times as long as it took to make, unless a request ends, so
-        that whoever asks for many leaves most of the processor to others."""
+        """All metrics in Prometheus' text format. A page is served again for `_PAGE_SHARE` times as
+        long as it took to make, unless a request ends: frequent scrapes cost little."""
         began = time.monotonic()
         if began >= self._page_until:
-            self.set_gauges()
-            registry = self._registry
-            if SHARED_FOLDER in os.environ:
-                registry = CollectorRegistry()
-                MultiProcessCollector(registry)
-            self._page = generate_latest(registry)
+            self._set_gauges()
+            self._page = generate_latest(self._registry)
             now = time.monotonic()
             self._page_until = now + _PAGE_SHARE * (now - began)
         return self._page
@@ -193,8 +162,7 @@ class ProxyMetrics:
         self.requests.labels(endpoint, outcome, side).inc()
         self._page_until = 0.0
 
-    def set_gauges(self) -> None:
-        """Have the gauges of the engines say what is so now."""
+    def _set_gauges(self) -> None:
         for pool in self._pools:
             self._healthy.labels(pool.role).set(pool.num_healthy)
             for engine in pool.engines:

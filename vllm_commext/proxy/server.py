@@ -4,9 +4,8 @@ import asyncio
 import logging
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
@@ -36,7 +35,7 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     """
     proxy = ProxyApp(config)
     runner = make_runner(proxy)
-    stopped = on_signal()
+    stopped = _on_signal()
     await runner.setup()
     try:
         async with admin_port(proxy, config, announce):
@@ -60,7 +59,8 @@ async def admin_port(
         connections = Connections(
             _MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS, config.client_timeout_seconds
         )
-        port = await _listen(runner, connections, config.admin_host, config.admin_port, "admin-")
+        with _bound(config.admin_host, config.admin_port, "admin-"):
+            port = await open_port(runner, connections, config.admin_host, config.admin_port)
         announce(f"admin port on {_url(port)}")
         yield
     finally:
@@ -71,24 +71,18 @@ async def _serve_until(
     stopped: asyncio.Event, proxy: ProxyApp, runner: web.AppRunner, announce: Callable[[str], None]
 ) -> None:
     config = proxy.config
-    tls = server_tls(config)
-    port = await _listen(runner, connections_of(config), config.host, config.port, tls=tls)
+    tls, connections, shares = server_tls(config), connections_of(config), config.reuse_port
+    with _bound(config.host, config.port):
+        port = await open_port(
+            runner, connections, config.host, config.port, tls, reuse_port=shares
+        )
     for engine in await proxy.engines():
-        announce_engine(engine, announce)
+        state = "healthy" if engine["healthy"] else f"not healthy yet: {engine['detail']}"
+        announce(f"{engine['name']} {engine['url']} {state}")
     announce(f"listening on {_url(port, bool(config.tls_cert_file))}")
     await stopped.wait()
     port.close()
     announce(f"stopping: {proxy.num_in_flight} requests in flight")
-    await drained(proxy)
-
-
-def announce_engine(engine: dict[str, Any], announce: Callable[[str], None]) -> None:
-    state = "healthy" if engine["healthy"] else f"not healthy yet: {engine['detail']}"
-    announce(f"{engine['name']} {engine['url']} {state}")
-
-
-async def drained(proxy: ProxyApp) -> None:
-    """Wait for the requests that run, as long as they may take."""
     if not await proxy.drain():
         logger.warning("%d requests aborted at the shutdown timeout", proxy.num_in_flight)
 
@@ -116,9 +110,9 @@ async def open_port(
     port: int,
     tls: ssl.SSLContext | None = None,
     *,
-    reuse_port: bool | None = None,
+    reuse_port: bool = False,
 ) -> asyncio.Server:
-    """Have *runner* answer there; *reuse_port*: beside other processes."""
+    """Have *runner* answer there; *reuse_port*: beside other processes that set it, too."""
     manager = runner.server
     if manager is None:
         raise RuntimeError("a port needs a runner that has been set up")
@@ -129,7 +123,7 @@ async def open_port(
         ssl=tls,
         ssl_handshake_timeout=_TLS_SECONDS if tls else None,
         backlog=_BACKLOG,
-        reuse_port=reuse_port,
+        reuse_port=reuse_port or None,
         start_serving=False,
     )
     connections.bound_waits(opened)
@@ -137,27 +131,19 @@ async def open_port(
     return opened
 
 
-async def _listen(
-    runner: web.AppRunner,
-    connections: Connections,
-    host: str,
-    port: int,
-    option_prefix: str = "",
-    tls: ssl.SSLContext | None = None,
-) -> asyncio.Server:
+@contextmanager
+def _bound(host: str, port: int, prefix: str = "") -> Iterator[None]:
+    """Turns a port that cannot be had into a `ConfigError`; *prefix*: of the options' names."""
     try:
-        return await open_port(runner, connections, host, port, tls)
+        yield
     except OSError as error:
-        raise cannot_listen(host, port, option_prefix, error) from error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; choose another "
+            f"--{prefix}host or --{prefix}port, or --{prefix}port 0"
+        ) from error
 
 
-def cannot_listen(host: str, port: int, option_prefix: str, error: OSError) -> ConfigError:
-    message = f"cannot listen on {host} port {port}: {error}; choose another "
-    options = f"--{option_prefix}host or --{option_prefix}port, or --{option_prefix}port 0"
-    return ConfigError(message + options)
-
-
-def on_signal() -> asyncio.Event:
+def _on_signal() -> asyncio.Event:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -174,9 +160,5 @@ def on_signal() -> asyncio.Event:
 
 def _url(port: asyncio.Server, is_tls: bool = False) -> str:
     host, number = port.sockets[0].getsockname()[:2]
-    return url_of(host, number, is_tls)
-
-
-def url_of(host: str, port: int, is_tls: bool) -> str:
     scheme = "https" if is_tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://[{host}]:{number}" if ":" in host else f"{scheme}://{host}:{number}"

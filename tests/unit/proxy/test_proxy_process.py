@@ -2,13 +2,13 @@
 
 import asyncio
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -38,19 +38,28 @@ class Proxy:
         """Its exit status, once it has one."""
         return await asyncio.wait_for(self.process.wait(), BOUND_SECONDS)
 
-    async def is_up(self) -> str:
-        """Read until it listens; what it says of its workers."""
+    async def is_up(self) -> None:
+        """Read until it listens."""
         assert await self.line() == f"prefill0 {self.prefill.url} healthy"
         assert await self.line() == f"decode0 {self.decode.url} healthy"
-        self.url, _, workers = (await self.line()).removeprefix("listening on ").partition(" ")
-        return workers
+        self.url = (await self.line()).removeprefix("listening on ")
 
 
 @asynccontextmanager
 async def started(
-    kit: Any, *options: str, prefill: Any = None, decode: Any = None
+    kit: Any,
+    *options: str,
+    prefill: Any = None,
+    decode: Any = None,
+    limits: tuple[int, int] | None = None,
 ) -> AsyncIterator[Proxy]:
-    """The proxy before engines that behave so, or well; it is not up yet."""
+    """The proxy before engines that behave so, or well; it is not up yet. limits: of descriptors,
+    soft and hard."""
+
+    def prepare() -> None:
+        if limits is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
     async with (
         kit.engine(prefill or kit.prefill_ok).running() as first,
         kit.engine(decode or kit.decode_ok).running() as second,
@@ -58,7 +67,7 @@ async def started(
         words = ["--prefill", first.url, "--decode", second.url, "--port", "0", *options]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RUN, *words, stdout=pipe, stderr=pipe
+            sys.executable, "-c", RUN, *words, stdout=pipe, stderr=pipe, preexec_fn=prepare
         )
         try:
             yield Proxy(process, first, second)
@@ -97,15 +106,11 @@ async def test_sigterm_lets_a_running_stream_end_and_refuses_new_connections(kit
         assert await proxy.ended() == 0
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-async def test_many_clients_may_come_at_once(kit: Any, workers: str) -> None:
-    async with started(kit, "--workers", workers) as proxy:
-        stopped: list[int] = []
+async def test_many_clients_may_come_at_once(kit: Any) -> None:
+    async with started(kit) as proxy:
+        await proxy.is_up()
+        proxy.process.send_signal(signal.SIGSTOP)  # it accepts none
         try:
-            await proxy.is_up()
-            stopped = [proxy.process.pid, *_children(proxy.process.pid)]
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)  # so that nobody accepts
             with ExitStack() as stack:
                 waiting = [stack.enter_context(socket.socket()) for _ in range(600)]
                 for one in waiting:
@@ -114,12 +119,7 @@ async def test_many_clients_may_come_at_once(kit: Any, workers: str) -> None:
                 connected = select.select([], waiting, [], 0.5)[1]
             assert len(connected) == len(waiting)
         finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            proxy.process.kill()
 
 
 async def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
@@ -152,116 +152,92 @@ async def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> 
         assert "choose another --host or --port" in last
 
 
-async def test_workers_share_the_port_the_metrics_and_what_the_admin_port_asks(
-    kit: Any, tmp_path: Path
-) -> None:
-    import aiohttp
-
-    (tmp_path / "token").write_text("t")
-    options = ["--workers", "2", "--admin-port", "0", "--admin-token-file", str(tmp_path / "token")]
-    async with (
-        started(kit, *options) as proxy,
-        kit.engine(kit.decode_ok).running() as added,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-    ):
-        admin = (await proxy.line()).removeprefix("admin port on ")
-        assert await proxy.is_up() == "by 2 workers"
-        await _ask(session, proxy, 12)
-        wanted = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 12.0'
-
-        async def counted() -> None:  # by whichever worker answers, when the last has ended
-            text = ""
-            while wanted not in text:
-                async with session.get(proxy.url + "/metrics") as response:
-                    text = await response.text()
-
-        async def told(path: str, body: Any) -> Any:
-            headers = {"Authorization": "Bearer t"}
-            async with session.post(admin + path, json=body, headers=headers) as response:
-                return (await response.json())["engines"]
-
-        await asyncio.wait_for(counted(), BOUND_SECONDS)
-        assert len(await told("/engines", {"role": "decode", "url": added.url})) == 3
-        engines = await told("/drain", {"url": proxy.decode.url, "wait_seconds": 5})
-        drained = [(e["url"], e["in_flight"]) for e in engines if e["draining"]]
-        assert drained == [(proxy.decode.url, 0)]
-        num_before = len(proxy.decode.calls)
-        await _ask(session, proxy, 6)
-        assert (len(proxy.decode.calls), len(added.calls)) == (num_before, 6)
-        proxy.process.send_signal(signal.SIGTERM)
-        assert await proxy.line() == "stopping: 0 requests in flight"
-        assert await proxy.ended() == 0
-
-
-async def _ask(session: Any, proxy: Proxy, num: int) -> None:
-    for _ in range(num):
-        async with session.post(proxy.url + "/v1/completions", json={"prompt": "x"}) as response:
-            assert response.status == 200
-
-
-async def test_a_worker_that_dies_is_replaced(kit: Any) -> None:
+async def test_two_proxies_share_a_port(kit: Any) -> None:
+    """One goes on where the other one ends."""
     import aiohttp
 
     async with (
-        started(kit, "--workers", "2") as proxy,
+        started(kit, "--reuse-port") as first,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
     ):
+        await first.is_up()
+        port = first.url.rsplit(":", 1)[1]
+        async with started(kit, "--reuse-port", "--port", port) as second:
+            await second.is_up()
+            first.process.terminate()
+            assert await first.ended() == 0
+            async with session.post(first.url + "/v1/completions", json={"prompt": "x"}) as answer:
+                assert answer.status == 200
+            assert len(second.decode.calls) == 1
+
+
+async def test_six_hundred_streams_at_the_usual_soft_limit(kit: Any) -> None:
+    import aiohttp
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard < 4096:
+        pytest.skip(f"needs a hard limit of 4,096 descriptors, got {hard}")
+    release = asyncio.Event()
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        started(kit, decode=kit.held_stream(release), limits=(1024, hard)) as proxy,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
+
+        async def ask() -> bytes:
+            body = {"prompt": "x", "stream": True}
+            async with session.post(proxy.url + "/v1/completions", json=body) as answer:
+                first = await answer.content.readany()
+                num_begun[0] += 1
+                return first + await answer.read()
+
         await proxy.is_up()
-        before = _children(proxy.process.pid)
-
-        def is_replaced() -> bool:
-            now = _children(proxy.process.pid)
-            return len(now) == 2 and before[0] not in now
-
-        os.kill(before[0], signal.SIGKILL)
-        await kit.until(is_replaced, "another worker")
-        await _ask(session, proxy, 4)
-        proxy.process.terminate()
-        await proxy.ended()
-        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+        num_begun = [0]
+        asking = [asyncio.ensure_future(ask()) for _ in range(600)]
+        await kit.until(lambda: num_begun[0] == 600, "600 streams")
+        release.set()
+        assert set(await asyncio.gather(*asking)) == {b"data: 1\n\ndata: [DONE]\n\n"}
 
 
-async def test_a_worker_that_cannot_be_started_is_tried_again(
-    kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+async def test_a_lack_of_descriptors_is_nobodys_fault_but_the_proxys(kit: Any) -> None:
+    # No connection to an engine is at hand.
+    options = {"keep_alive_seconds": 0.001, "health_interval_seconds": 60.0}
+    async with kit.cluster(**options) as cluster:
+        await asyncio.sleep(0.2)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        async with cluster.session.get(cluster.url + "/live") as response:
+            await response.read()
+        filling: list[int] = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+            with suppress(OSError):
+                while True:
+                    filling.append(os.dup(0))
+            async with cluster.post({"prompt": "x"}) as response:
+                status, told = response.status, await response.json()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for descriptor in filling:
+                os.close(descriptor)
+        assert (status, told["error"]["type"], told["error"]["side"]) == (
+            503,
+            "overloaded",
+            "proxy",
+        )
+        engines = [engine for pool in cluster.proxy.pools for engine in pool.engines]
+        assert all(engine.healthy and not engine.suspected for engine in engines)
+        assert (await cluster.ask({"prompt": "x"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("limit", "in_flight", "connections"),
+    [(1 << 20, 1024, 4096), (4096, 1024, 1984), (1024, 320, 320), (100, 12, 12), (10, 1, 1)],
+)
+def test_requests_and_connections_fit_the_descriptors(
+    limit: int, in_flight: int, connections: int
 ) -> None:
-    """No process is left for it, for a moment."""
-    from vllm_commext.proxy import supervisor
+    from vllm_commext.proxy.process import fitted
 
-    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.01)
-    start, failures = supervisor.Supervisor._start, [OSError("no process left")] * 3
-
-    async def starting(self: Any, idx: int) -> Any:
-        if failures:
-            raise failures.pop()
-        return await start(self, idx)
-
-    config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",), port=0)
-    one = supervisor.Supervisor(config, "WARNING", str(tmp_path))
-    monkeypatch.setattr(supervisor.Supervisor, "_start", starting)
-    keeping = asyncio.create_task(one.keep(0))
-    try:
-        await one.wait_ready()
-    finally:
-        await one.stop()
-        await asyncio.wait([keeping], timeout=BOUND_SECONDS)
-    assert keeping.done()
-    keeping.result()
-    assert caplog.text.count("no process left") == 3
-
-
-@pytest.mark.parametrize("told", [b'{"report": 1, "engi', b""])
-async def test_a_worker_that_dies_in_the_midst_of_a_line_is_one_that_dies(
-    kit: Any, told: bytes
-) -> None:
-    from vllm_commext.proxy.supervisor import Supervisor, _Worker
-    from vllm_commext.proxy.worker import message
-
-    ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=ours)
-    config = ProxyConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
-    theirs.sendall(message(report=7) + told)
-    theirs.close()
-    worker = _Worker(None, reader, writer)  # type: ignore[arg-type]
-    answer = worker.reports[7] = asyncio.get_running_loop().create_future()
-    await Supervisor(config, "WARNING", "")._listen_to(worker)
-    assert answer.result() == {"report": 7}
+    config = fitted(ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",)), limit)
+    assert (config.max_in_flight, config.max_connections) == (in_flight, connections)

@@ -346,3 +346,18 @@ def test_wrong_options_end_with_status_2_and_one_line(capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "expected at least one --prefill http://HOST:PORT" in captured.err
+
+
+@pytest.mark.parametrize("flag", proxy_cli.GONE)
+@pytest.mark.parametrize("value", [[], ["4"]])
+def test_an_option_that_is_gone_ends_the_command_with_what_to_use(
+    flag: str, value: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    proxy_cli.add_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--port", "1", flag, *value])
+    typed = " ".join([flag, *value])
+    assert (
+        capsys.readouterr().err == f"vllm-commext proxy: {typed} is gone: {proxy_cli.GONE[flag]}\n"
+    )
