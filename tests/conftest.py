@@ -48,13 +48,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Why tests were run again."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.write_line(f"RERUN {report.nodeid} because of")
-        terminalreporter.write_line(report.longreprtext)
-
-
 # Those that take longest, by the clock of a `make test`; the last ones to begin take seconds.
 LONGEST = (
     "cpu/test_resets.py",

@@ -270,7 +270,6 @@ def in_threads(told_by: Mapping[str, Callable[[], Told]]) -> dict[str, Told]:
         return {name: one.result(BOUND_SECONDS) for name, one in reading.items()}
 
 
-@pytest.mark.flaky(reruns=0)  # the server that it kills is gone
 def test_answers_go_on_at_another_server(servers: Servers) -> None:
     def change() -> None:
         """All clients have something."""
