@@ -226,14 +226,6 @@ def test_mamba2_on_cpus_gives_one_state_a_request() -> None:
     assert len(states) == 1  # two chunks, two states: what is asked for
 
 
-def test_nothing_is_packed_in_a_copy_in_host_memory() -> None:
-    for one in ({"host_copy": True}, {"gathered_reads": True}):
-        engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(**one))
-    both = settings(host_copy=True, gathered_reads=True)
-    with pytest.raises(UnsupportedError, match="start without gathered_reads, or without host_c"):
-        engine_facts.check_supported(vllm_config(), cache_config(FULL), both)
-
-
 def test_states_are_not_copied_to_the_host() -> None:
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(host_copy=True))
     several_groups = "expected vLLM >= 0.30" if Version("0.30") > VLLM else "host_copy"

@@ -29,7 +29,6 @@ class EngineKind:
         chunk_tokens: tokens of a prompt that they compute in one step.
         args: further arguments of ``vllm serve``.
         mapped_reads: the connector's option.
-        gathered_reads, wire_compression: likewise.
         connector: the decode engine's, and where its class is, unless it is the package's own.
         cache_bytes: size of the KV cache.
         ready_seconds: how long an engine may take to start.
@@ -39,8 +38,6 @@ class EngineKind:
     chunk_tokens: int
     args: Sequence[str] = ()
     mapped_reads: str = "never"
-    gathered_reads: bool = False
-    wire_compression: str = "off"
     connector: tuple[str, str] | None = None
     cache_bytes: int = CACHE_BYTES
     ready_seconds: float = 500.0
@@ -64,9 +61,6 @@ def connector_config(name: str, kind: EngineKind) -> dict[str, Any]:
             "side_channel_port": free_port(),
             "handshake_timeout": 60,
             "mapped_reads": kind.mapped_reads,
-            "gathered_reads": kind.gathered_reads,
-            "wire_compression": kind.wire_compression,
-            "gather_min_pieces": 1,
         },
     }
     if kind.connector is not None and not prefills:

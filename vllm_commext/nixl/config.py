@@ -10,13 +10,6 @@ from typing import Any
 from vllm_commext.errors import ConfigError
 
 NEVER, AUTO = "never", "auto"
-OFF, LOSSLESS = "off", "lossless"
-DEFAULT_MAPPED_READS = AUTO
-"""What holds where nothing is set."""
-
-
-MAX_SLOTS, MAX_SLOT_BYTES = 16, 1 << 30
-"""Of staging memory, here and in what a peer offers."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +62,6 @@ class ConnectorConfig:
         mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
             through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
             See ``mapped``.
-        gathered_reads: where a cache cannot be mapped, have the prefill worker pack small pieces
-            into staging memory and read that; on both sides. See ``gathered``.
-        gather_slots: slots of staging memory, of packed pieces and of read ones each.
-        gather_slot_bytes: size of a slot, a multiple of 1 MiB.
-        gather_min_pieces: a read of fewer pieces is left to NIXL: to ask takes longer.
-        wire_compression: ``LOSSLESS``: what is gathered of bfloat16 caches is compressed on its
-            way, and all but short reads are gathered, on both sides; or ``OFF``. See
-            ``gathered.exponents``.
         transport_probe: measure, when the first peer is reached, how fast its cache can be read,
             and say so in the log.
     """
@@ -98,12 +83,7 @@ class ConnectorConfig:
     transfer_timeout: float = 60.0
     max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
-    mapped_reads: str = DEFAULT_MAPPED_READS
-    gathered_reads: bool = False
-    gather_slots: int = 8
-    gather_slot_bytes: int = 64 << 20
-    gather_min_pieces: int = 1024
-    wire_compression: str = OFF
+    mapped_reads: str = AUTO
     transport_probe: bool = True
     first_token_from_prefill: bool = True
     stream_chunks: bool = True
@@ -118,7 +98,18 @@ _FIELDS = dataclasses.fields(ConnectorConfig)
 KNOWN_KEYS = tuple(sorted(one.name for one in _FIELDS))
 _SECONDS = tuple(one.name for one in _FIELDS if one.type is float)
 _TOGGLES = tuple(one.name for one in _FIELDS if one.type is bool)
-_CHOICES = {"mapped_reads": (AUTO, NEVER), "wire_compression": (OFF, LOSSLESS)}
+_PIECES = (
+    "small pieces are read through mapped memory on one host (mapped_reads), else one by one: "
+    "start engines on different hosts with equal tensor-parallel sizes"
+)
+GONE = {
+    "gathered_reads": _PIECES,
+    "gather_slots": _PIECES,
+    "gather_slot_bytes": _PIECES,
+    "gather_min_pieces": _PIECES,
+    "wire_compression": "the KV cache is sent as it is; a smaller one is --kv-cache-dtype fp8",
+}
+"""Keys of earlier releases, and what takes their place."""
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
 
 
@@ -128,8 +119,10 @@ def parse_config(
     """Read ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: a key is unknown, or a value is not of the type or range that its key takes.
+        ConfigError: a key is unknown or gone, or a value is not of its key's type or range.
     """
+    for key in sorted(set(extra) & set(GONE)):
+        raise ConfigError(f"kv_connector_extra_config[{key!r}] is gone: {GONE[key]}")
     unknown = sorted(set(extra) - set(KNOWN_KEYS))
     if unknown:
         raise ConfigError(
@@ -137,13 +130,7 @@ def parse_config(
             f"CommextNixlConnector knows {list(KNOWN_KEYS)}"
         )
     values = {"side_channel_host": default_host, "side_channel_port": default_port, **extra}
-    config = ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
-    if config.wire_compression != OFF and not config.gathered_reads:
-        raise ConfigError(
-            'kv_connector_extra_config["wire_compression"] compresses what is gathered: set '
-            '"gathered_reads": true, too'
-        )
-    return config
+    return ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
 
 
 def _checked(key: str, value: Any) -> Any:
@@ -151,22 +138,15 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
     if key in ("num_threads", "reuse_min_tokens"):
         return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
-    if key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces"):
+    if key in ("max_peers", "max_bytes_in_flight"):
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
-    if key == "gather_slots":
-        in_range = _is_int(value) and 2 <= value <= MAX_SLOTS
-        return _expect(key, value, in_range, f"an integer from 2 to {MAX_SLOTS}", int)
-    if key == "gather_slot_bytes":
-        good = _is_int(value) and 0 < value <= MAX_SLOT_BYTES and value % (1 << 20) == 0
-        return _expect(key, value, good, f"a multiple of 1048576 up to {MAX_SLOT_BYTES}", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
         return _expect(key, value, in_range, "a port from 1 to 65535", int)
     if key in _TOGGLES:
         return _expect(key, value, isinstance(value, bool), "true or false", bool)
-    if key in _CHOICES:
-        one, other = _CHOICES[key]
-        return _expect(key, value, value in (one, other), f'"{one}" or "{other}"', str)
+    if key == "mapped_reads":
+        return _expect(key, value, value in (AUTO, NEVER), f'"{AUTO}" or "{NEVER}"', str)
     if key == "peers":
         good = isinstance(value, (list, tuple)) and all(parse_address(one) for one in value)
         expected = 'a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]'

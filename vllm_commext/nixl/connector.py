@@ -134,7 +134,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 pipeline=pipeline_of(vllm_config),
                 stream_pieces=streaming.pieces_per_row,
                 max_reuse_blocks=reusing.max_blocks,
-                produces=transfer.is_kv_producer,
             )
 
     @staticmethod

@@ -86,12 +86,6 @@ def check_supported(
             "CommextNixlConnector keeps no copy of states in host memory: start without "
             f"host_copy and with kv_buffer_device {device!r}"
         )
-    if config.gathered_reads and keeps_host_copy(vllm_config, config):
-        raise UnsupportedError(
-            "CommextNixlConnector packs pieces where the cache is, not in its copy in host memory: "
-            f"start without gathered_reads, or without host_copy and with kv_buffer_device "
-            f"{device!r}"
-        )
 
 
 def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:

@@ -116,8 +116,7 @@ class Hold:
 
     Its fence's nonce is replaced when that ends; slot -1 for no fence.  Without a lease, nobody is
     to read them any more: that ends at once.  With a ``stream_row`` the row says so, too; what is
-    ``listed`` there first are the blocks that are known at the end alone.  ``block_ids`` are all
-    that are kept, where readers may have them packed.
+    ``listed`` there first are the blocks that are known at the end alone.
     """
 
     request_id: str
@@ -126,7 +125,6 @@ class Hold:
     fence_nonce: int = 0
     stream_row: int = -1
     listed: Listed = ()
-    block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

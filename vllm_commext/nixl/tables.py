@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.geometry.plan import Int64Array
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.reuse.offers import GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable, all_ids_in
+from vllm_commext.nixl.stream.progress import ProgressTable
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import described
 
 
@@ -33,22 +30,6 @@ class WorkerTables:
         tables += progress.tables if progress is not None else ()
         tables += [generations.table] if generations is not None else []
         self.by_name = {table.name: table for table in tables}
-
-    def add(self, table: Table) -> None:
-        """One table more, before they are registered."""
-        self.by_name[table.name] = table
-
-    def ids_in_row(self, row: int, nonce: int) -> Int64Array:
-        """All block ids that a row lists under a nonce.
-
-        Raises:
-            ProtocolError: it is none of a request with this nonce.
-        """
-        if self.progress is None or row >= len(self.progress.headers):
-            raise ProtocolError(f"expected a row of the progress table, got {row}")
-        if int(self.progress.headers[row, 1]) != nonce:
-            raise ProtocolError("expected a request that has the row")
-        return all_ids_in(self.progress.entries[row], nonce)
 
     def register(self, agent: NixlAgent) -> None:
         for table in self.by_name.values():

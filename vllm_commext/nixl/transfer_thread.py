@@ -16,7 +16,6 @@ from typing import TypeVar
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.loader import Loader
-from vllm_commext.nixl.gathered.packer import Packer
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
@@ -103,11 +102,7 @@ class TransferThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.outcomes = CompletionQueue()
         self._loader = Loader(agent, config, local, recorder, self.outcomes, probe)
-        self._gathering = local.gathering
-        self._packer = Packer(local, recorder)
-        self._lease_manager = LeaseManager(
-            agent, local.tables, config, recorder, self.outcomes, self._packer.take
-        )
+        self._lease_manager = LeaseManager(agent, local.tables, config, recorder, self.outcomes)
         self._wait_seconds = IDLE_WAIT_SECONDS
         self._next_turn = 0.0
         self._recorder = recorder
@@ -142,7 +137,7 @@ class TransferThread:
         while self._guard("commands", self._take_commands, lost=True):
             if time.monotonic() < self._next_turn:
                 self._guard("notifications", self._lease_manager.take_notifications, lost=None)
-            if len(self._packer) or time.monotonic() >= self._next_turn:
+            else:
                 self._turn()
         self._guard("close", self._close, lost=None)
 
@@ -153,7 +148,6 @@ class TransferThread:
         progressed = self._guard("loads", self._loader.poll, lost=False)
         self._guard("notifications", self._lease_manager.take_notifications, lost=None)
         self._guard("leases", self._lease_manager.end_leases, lost=None)
-        self._guard("packing", lambda: self._packer.poll(self._lease_manager.held), lost=None)
         under_way = self._wait_under_way(progressed)
         # Releases are to be heard of at once; all else has time where blocks are only held.
         only_holds = under_way is None and len(self._lease_manager) > 0
@@ -181,8 +175,6 @@ class TransferThread:
 
     def _wait_under_way(self, progressed: bool) -> float | None:
         """Until the next look at what is under way; None where nothing is."""
-        if len(self._packer):
-            return BUSY_WAIT_SECONDS
         if self._loader.num_reads:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
@@ -194,10 +186,7 @@ class TransferThread:
 
     def _wait_at_rest(self) -> float:
         """The same for what others may ask for."""
-        is_held = len(self._lease_manager) > 0
-        if self._packer.has_rows or (self._packer.is_on and is_held):
-            return self._packer.wait_seconds
-        if is_held:
+        if len(self._lease_manager):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
@@ -242,8 +231,6 @@ class TransferThread:
             logger.warning("%d reads are still under way at the end", self._loader.num_reads)
             return
         self._loader.close()
-        if self._gathering is not None and not self._packer.num_packing:
-            self._gathering.close(self._agent)
         if self._mapper is not None:
             self._mapper.close()
         self._agent.close()

@@ -12,7 +12,6 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.cache_memory import HostBuffer, LastBlocks
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, LocalWorker
-from vllm_commext.nixl.gathered.staging import gathering_of
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
@@ -76,7 +75,6 @@ class WorkerSide:
             ``stream.progress``; 0 where they are not.
         max_reuse_blocks: blocks of the longest prompt, where blocks of finished requests are reused
             across engines; 0 where they are not.
-        produces: other engines read its cache.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class WorkerSide:
         pipeline: Pipeline = ONE_STAGE,
         stream_pieces: int = 0,
         max_reuse_blocks: int = 0,
-        produces: bool = True,
     ) -> None:
         self.recorder = TransferRecorder()
         self.handshake: HandshakeMetadata | None = None
@@ -107,7 +104,6 @@ class WorkerSide:
             generations = GenerationTable(kv_cache_config.num_blocks, num_cells)
         progress = ProgressTable(stream_pieces) if stream_pieces else None
         self._tables = WorkerTables(progress, generations)
-        self._produces = produces
         self._agent = NixlAgent(config)
         self._mapped = Mapped(config)
         self._thread: TransferThread | None = None
@@ -135,9 +131,6 @@ class WorkerSide:
         layout, splits = self._pipeline.place(layout)
         ranges = allocations(caches.values())
         self._mapped.prepare(ranges, is_on_gpu=device.type == "cuda")
-        gathering = gathering_of(self._config, device)
-        if gathering is not None:
-            self._tables.add(gathering.table)
         local = LocalWorker(
             self._engine_id,
             self._facts,
@@ -147,7 +140,6 @@ class WorkerSide:
             other_splits=splits,
             mapper=self._mapped.mapper,
             tables=self._tables,
-            gathering=gathering,
         )
         progress, fences = self._tables.progress, self._tables.fences
         if progress is not None:
@@ -155,8 +147,6 @@ class WorkerSide:
             self._publisher = Publisher(progress, fences, is_on_device=on_device)
         self._agent.register(ranges, local.memory_type, local.device_id)
         self._tables.register(self._agent)
-        if gathering is not None and self._produces:
-            gathering.prepare(self._agent, ranges)
         self.handshake = HandshakeMetadata(
             encode_description(self._describe(local)),
             None if self._tables.generations is None else self._tables.generations.offer,
@@ -280,7 +270,6 @@ class WorkerSide:
             layout=local.layout,
             lease_seconds=self._config.kv_lease_duration,
             mapped=self._mapped.offer,
-            staging=None if local.gathering is None else local.gathering.offer,
             **self._tables.described(),
         )
 

@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tests.kit.servers import free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
-from vllm_commext.nixl.gathered.staging import gathering_of
 from vllm_commext.nixl.geometry.layout import (
     FULL,
     TOKENS,
@@ -112,8 +110,7 @@ def counted(ends: Ends) -> dict[str, Any]:
 class Engine:
     """One engine with one worker, or one of the workers of an engine: ``memory`` is a row of bytes
     for each layer's cache, ``rank`` its place among ``rank.size`` workers.  ``mapper`` opens the
-    memory of others, ``offer`` makes what they open of its own; ``layout`` makes another one than
-    that of attention alone of its memory."""
+    memory of others, ``offer`` makes what they open of its own."""
 
     def __init__(
         self,
@@ -134,7 +131,6 @@ class Engine:
         incarnation: str = "",
         mapper: Mapper | None = None,
         offer: Callable[[Sequence[Bytes]], MappedOffer] | None = None,
-        layout: Callable[[Sequence[Bytes]], CacheLayout] | None = None,
         **settings: Any,
     ) -> None:
         self.engine_id = engine_id
@@ -147,19 +143,14 @@ class Engine:
         self.memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
         geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes, dtype)
-        own = _layout(self.memory, names, rank, geometry)
-        self.layout = own if layout is None else layout(self.memory)
+        self.layout = _layout(self.memory, names, rank, geometry)
         self.config = _config(self.port, settings)
         progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
         generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
         self.agent = NixlAgent(self.config)
         self.tables = WorkerTables(progress, generations)
-        self.gathering = gathering_of(self.config, torch.device("cpu"))
         ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
         self.agent.register(ranges, "DRAM", 0)
-        if self.gathering is not None:
-            self.gathering.prepare(self.agent, ranges)
-            self.tables.add(self.gathering.table)
         self.tables.register(self.agent)
         facts = FACTS if facts is None else facts
         self.offer = None if offer is None else offer(self.memory)
@@ -173,7 +164,6 @@ class Engine:
             self.layout,
             mapper=mapper,
             tables=self.tables,
-            gathering=self.gathering,
         )
         self.publisher = (
             Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
@@ -254,7 +244,6 @@ class Engine:
             layout=self.layout,
             lease_seconds=self.config.kv_lease_duration,
             mapped=self.offer,
-            staging=None if self.gathering is None else self.gathering.offer,
             **self.tables.described(),
         )
 

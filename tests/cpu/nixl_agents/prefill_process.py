@@ -20,7 +20,7 @@ def begin_prompt(engine: Engine, num_blocks: int) -> None:
 
 def main() -> None:
     engine_id, incarnation, *numbers = sys.argv[1:]
-    seed, num_blocks, num_heads, size, index, port, num_computed, gathers = map(int, numbers)
+    seed, num_blocks, num_heads, size, index, port, num_computed = map(int, numbers)
     engine = Engine(
         engine_id,
         seed=seed,
@@ -31,7 +31,6 @@ def main() -> None:
         incarnation=incarnation,
         serve=port > 0,
         stream_chunks=num_computed > 0,
-        gathered_reads=gathers > 0,
     )
     if engine.publisher is not None:
         begin_prompt(engine, num_computed)

@@ -40,7 +40,7 @@ class PeerProcess:
     """A prefill worker in its own process, which can be stopped, continued and killed; its side
     channel, where it ``serves`` one, is in this process, so that it answers all the while, or with
     ``whole`` in its own, so that it ends with it.  Of a prompt, ``num_computed`` blocks are
-    computed.  One that ``gathers`` packs them for readers."""
+    computed."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class PeerProcess:
         serve: bool = True,
         whole: bool = False,
         num_computed: int = 0,
-        gathers: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -63,7 +62,7 @@ class PeerProcess:
         stride_bytes = num_heads // rank.size * HEAD_BYTES + GAP_BYTES
         self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
         numbers = (seed, num_blocks, num_heads, rank.size, rank.index, self.port if whole else 0)
-        numbers += (num_computed, int(gathers))
+        numbers += (num_computed,)
         arguments = [engine_id, self.incarnation, *map(str, numbers)]
         program = {"code": PROGRAM.read_text(), "arguments": arguments}
         reader, writer = os.pipe()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.nixl.config import KNOWN_KEYS, ConnectorConfig, parse_config
+from vllm_commext.nixl.config import GONE, KNOWN_KEYS, ConnectorConfig, parse_config
 
 SECONDS = (
     "kv_lease_duration",
@@ -27,7 +27,6 @@ FLAGS = (
     "first_token_from_prefill",
     "stream_chunks",
     "reuse_blocks",
-    "gathered_reads",
 )
 
 GOOD: list[tuple[str, Any, Any]] = [
@@ -47,10 +46,6 @@ GOOD: list[tuple[str, Any, Any]] = [
     ),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("mapped_reads", value, value) for value in ("auto", "never")),
-    ("wire_compression", "off", "off"),
-    *(("gather_slots", value, value) for value in (2, 16)),
-    ("gather_min_pieces", 1, 1),
-    *(("gather_slot_bytes", value, value) for value in (1 << 20, 3 << 20, 1 << 30)),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
     ("side_channel_port", 1, 1),
     ("side_channel_port", 65535, 65535),
@@ -68,7 +63,7 @@ BAD: list[tuple[str, Any]] = [
     ),
     *(
         (key, value)
-        for key in ("max_peers", "max_bytes_in_flight", "gather_min_pieces")
+        for key in ("max_peers", "max_bytes_in_flight")
         for value in (0, -1, 1.5, "4", True, None)
     ),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
@@ -78,13 +73,7 @@ BAD: list[tuple[str, Any]] = [
         for value in ("", "p0", "p0:", ":5600", "p0:0", "p0:65536", "p0:x", "fd00::7:5600")
     ),
     *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "p0:5600/x", None)),
-    *(("gather_slots", value) for value in (0, 1, 17, -2, 4.0, "4", True, None)),
-    *(
-        ("gather_slot_bytes", value)
-        for value in (0, -1, (1 << 20) + 1, 65536, (1 << 30) + (1 << 20), 1e6, "1", True, None)
-    ),
     *(("mapped_reads", value) for value in ("always", "", True, False, 1, None, ["auto"])),
-    *(("wire_compression", value) for value in ("auto", "", True, False, 1, None, ["lossless"])),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),
     *(("side_channel_port", value) for value in (0, 65536, -1, "5600", 1.0, True, None)),
@@ -98,13 +87,6 @@ BAD: list[tuple[str, Any]] = [
 
 def parse(**extra: Any) -> ConnectorConfig:
     return parse_config(extra, default_host="here", default_port=5600)
-
-
-def test_only_what_is_gathered_can_be_compressed() -> None:
-    settings = {"wire_compression": "lossless", "gathered_reads": True}
-    assert parse(**settings).wire_compression == "lossless"
-    with pytest.raises(ConfigError, match='set "gathered_reads": true, too'):
-        parse(wire_compression="lossless")
 
 
 def test_nothing_given_takes_the_defaults() -> None:
@@ -141,6 +123,13 @@ def test_unknown_keys_are_listed_with_the_known_ones() -> None:
     assert "['backend', 'kv_lease']" in str(raised.value)
     for key in KNOWN_KEYS:
         assert key in str(raised.value)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_says_what_takes_its_place(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(**{key: True, "unheard_of": 1})
+    assert str(raised.value) == f"kv_connector_extra_config[{key!r}] is gone: {GONE[key]}"
 
 
 def test_a_bad_default_is_refused_too() -> None:

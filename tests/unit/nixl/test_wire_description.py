@@ -89,6 +89,14 @@ def test_a_description_survives_the_round_trip() -> None:
     assert open_description(reply) == DESCRIPTION
 
 
+def test_what_a_release_before_offers_beside_is_left_alone() -> None:
+    """Staging memory for pieces, which earlier builds offered."""
+    staging = {"address": 4096, "slot_bytes": 1 << 20, "num_slots": 8, "compresses": True}
+    older = msgspec.to_builtins(DESCRIPTION, builtin_types=(bytes,))
+    older |= {"slot_words": 8192, "num_slot_words": 1, "staging": staging}
+    assert open_description(describe(msgspec.msgpack.encode(older), "start-1")) == DESCRIPTION
+
+
 def test_an_offer_of_mapped_memory_survives_the_round_trip() -> None:
     assert open_description(described(mapped=OFFER)).mapped == OFFER
 

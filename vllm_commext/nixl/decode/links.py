@@ -11,9 +11,6 @@ from typing import Any
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode.counted import Counted, RefCounted, run_logged
-from vllm_commext.nixl.gathered.read import Claim, ClaimedReader
-from vllm_commext.nixl.gathered.reader import GatheredReader, PackingPeer
-from vllm_commext.nixl.gathered.staging import Gathering
 from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
@@ -48,7 +45,6 @@ class LocalWorker:
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
         mapper: opens the memory of workers on this host, None where everything is read by NIXL.
         tables: what it has beside its cache that peers read, registered.
-        gathering: its staging memory, None where pieces are not packed.
     """
 
     engine_id: str
@@ -59,7 +55,6 @@ class LocalWorker:
     other_splits: frozenset[Split] = frozenset()
     mapper: Mapper | None = None
     tables: WorkerTables = field(default_factory=WorkerTables)
-    gathering: Gathering | None = None
 
     @property
     def consumer(self) -> str:
@@ -107,7 +102,6 @@ class Link(Counted):
         plan: how to read from it.
         reader: reads its cache by NIXL.
         mapped: reads it through a mapping, None where it has none; see ``reader_of``.
-        gathered: reads what the worker has packed, None where it packs nothing.
         memory_type: NIXL memory type of its cache.
         device_id: device of its cache.
         tables: those of its tables that this worker has, too, by name.
@@ -132,7 +126,6 @@ class Link(Counted):
     tables: Mapping[str, RemoteTable] = field(default_factory=dict[str, RemoteTable])
     lease_seconds: float = 0.0
     mapped: MappedReader | None = None
-    gathered: GatheredReader | None = None
     held: ExitStack = field(default_factory=ExitStack)
     retired: bool = False
     closed: bool = False
@@ -149,12 +142,10 @@ class Link(Counted):
         """Whether a request of this start of the engine, "" for any, is one of its own."""
         return incarnation in ("", self.incarnation)
 
-    def reader_of(self, pairs: Pairs, claim: Claim | None = None) -> Reader:
-        """What reads these descriptors fastest, of a request with this claim."""
+    def reader_of(self, pairs: Pairs) -> Reader:
+        """Choose the reader that is fastest for these descriptors."""
         if self.mapped is not None and self.mapped.suits(pairs):
             return self.mapped
-        if self.gathered is not None and claim is not None and self.gathered.suits(pairs):
-            return ClaimedReader(self.gathered, claim)
         return self.reader
 
     def __post_init__(self) -> None:
@@ -227,21 +218,16 @@ class Links:
         with ExitStack() as held:
             name = self._hold(self.reach(key, described), held)
             reader = self._reader(name, described, plan, held)
-            mapped = self._map(key, described, plan, held)
-            tables = self._tables(name, described, held)
             link = Link(
                 key=key,
                 incarnation=incarnation,
                 agent_name=name,
                 plan=plan,
                 reader=reader,
-                mapped=mapped,
-                gathered=self._gather(name, described, plan, tables, reader, held)
-                if mapped is None
-                else None,
+                mapped=self._map(key, described, plan, held),
                 memory_type=described.memory_type,
                 device_id=described.device_id,
-                tables=tables,
+                tables=self._tables(name, described, held),
                 lease_seconds=described.lease_seconds,
                 held=held.pop_all(),
             )
@@ -295,29 +281,6 @@ class Links:
             return None
         held.callback(run_logged, mapped.close)
         return mapped
-
-    def _gather(
-        self,
-        name: str,
-        described: WorkerDescription,
-        plan: ReadPlan,
-        tables: Mapping[str, RemoteTable],
-        pieces: NixlReader,
-        held: ExitStack,
-    ) -> GatheredReader | None:
-        """What reads what a worker has packed, where both sides have that."""
-        gathering, peer = self._local.gathering, PackingPeer.of(name, described, tables)
-        if gathering is None or peer is None:
-            if gathering is not None and gathering.scratch is not None:
-                logger.warning("wire_compression: %s does not gather, nothing is compressed", name)
-            return None
-        try:
-            reader = GatheredReader(self._agent, gathering, plan, peer, pieces)
-        except Exception as error:  # noqa: BLE001 whatever it is, there are pieces
-            logger.warning("gathered_reads: %s is read in pieces: %s", name, error)
-            return None
-        held.callback(run_logged, reader.close)
-        return reader
 
     def _reader(
         self, name: str, described: WorkerDescription, plan: ReadPlan, held: ExitStack

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, Part
-from vllm_commext.nixl.gathered.read import Claim
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.transport.posting import Posting, Reader, UnderWay, pause
+from vllm_commext.nixl.transport.posting import Posting, Reader, pause
 from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire.description import FENCES, GENERATIONS
-from vllm_commext.nixl.wire.messages import short_id
 
 PATIENCE = 4
 """A read counts as moving along with the others of its link until these have moved so many times
@@ -110,8 +108,6 @@ class Read:
         progressed: when a piece of it last ended.
         mark: ``link.num_bytes_done`` at that time.
         num_merged: descriptors after merging, known at the blocks' end.
-        num_gathered: bytes that the peer has packed, likewise.
-        num_saved: bytes that it has left out, likewise.
         proof: what is read after the blocks, None for blocks without any.
         cells: where it is read into, None before that.
         is_late: it has not moved on for too long.
@@ -121,7 +117,7 @@ class Read:
     part: Part
     link: Link
     reader: Reader
-    posting: UnderWay | None
+    posting: Posting | None
     posted: float
     post_seconds: float
     num_bytes: int
@@ -130,8 +126,6 @@ class Read:
     mark: int
     proof: Proof | None
     num_merged: int = 0
-    num_gathered: int = 0
-    num_saved: int = 0
     cells: list[int] | None = None
     is_late: bool = False
     is_hidden: bool = False
@@ -162,16 +156,7 @@ def prepare(part: Part, link: Link) -> Pairs:
     )
 
 
-def claim_of(part: Part) -> Claim | None:
-    """What a prefill worker is to pack a part's blocks for, None where it cannot tell."""
-    remote = part.remote
-    if not remote.is_kept or remote.fence_slot < 0:
-        return None
-    nonce = remote.fence_nonce if part.stream is None else part.stream.nonce
-    return Claim(short_id(remote.request_id), remote.fence_slot, nonce, remote.stream_row)
-
-
-def _num_open(posting: UnderWay | None) -> int:
+def _num_open(posting: Posting | None) -> int:
     return posting.num_open if posting is not None else 0
 
 
@@ -215,7 +200,7 @@ class ReadSet:
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
             self._recorder.observe(queue_seconds=started - part.begun)
-        reader = link.reader_of(pairs, claim_of(part))
+        reader = link.reader_of(pairs)
         try:
             posting = reader.post(pairs)
         except Exception as error:
@@ -269,8 +254,6 @@ class ReadSet:
             bytes=read.num_bytes,
             hidden_bytes=read.num_bytes * read.is_hidden,
             mapped_bytes=read.num_bytes * read.reader.is_mapped,
-            gathered_bytes=read.num_gathered,
-            saved_bytes=read.num_saved,
             descriptors=read.num_descriptors,
             merged_descriptors=read.num_merged,
         )
@@ -315,8 +298,6 @@ class ReadSet:
             name = "NIXL"
             if read.cells is None:
                 read.num_merged, name = read.posting.num_merged, read.reader.name
-                read.num_gathered = read.posting.num_gathered
-                read.num_saved = read.posting.num_saved
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))

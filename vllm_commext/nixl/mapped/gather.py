@@ -124,12 +124,6 @@ class Places:
         row, number = self.find(indices)
         return self.addresses[row] + number * self.strides[row], self.lengths[row]
 
-    def lengths_of(self, indices: Int32Array) -> Int64Array:
-        """Length of each of these descriptors."""
-        if len(self.lengths) and self.lengths.min() == self.lengths.max():
-            return np.broadcast_to(self.lengths[:1], indices.shape)
-        return self.lengths[self.find(indices)[0]]
-
 
 def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
     """The same descriptors at the addresses where their memory is mapped here.
@@ -325,12 +319,11 @@ class Gatherer:
 
     Args:
         device: where they run.
-        num_slabs: launches that can be under way before a slab has to be made.
     """
 
-    def __init__(self, device: CudaDevice, num_slabs: int = NUM_SLABS) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._free = [device.make_slab() for _ in range(num_slabs)]
+        self._free = [device.make_slab() for _ in range(NUM_SLABS)]
 
     def make(self, batch: Batch, slab: CudaSlab | None = None) -> Gather:
         """A launch that is still to be posted; with a slab of its own or one that is free."""

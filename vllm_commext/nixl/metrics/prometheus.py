@@ -48,8 +48,6 @@ COUNTERS = {
     "bytes": "Bytes of KV cache read from prefill engines.",
     "hidden_bytes": "KV bytes whose read started before the prefill engine finished the prompt.",
     "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
-    "gathered_bytes": "KV bytes read in parts that the prefill engine had packed.",
-    "saved_bytes": "KV bytes that compression kept off the network.",
     "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
     "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
     "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",

@@ -77,8 +77,6 @@ def empty_data() -> dict[str, Any]:
         "bytes": 0,
         "hidden_bytes": 0,  # of reads that began before their prompts were computed
         "mapped_bytes": 0,  # of reads through a mapping of the peer's memory
-        "gathered_bytes": 0,  # that the peer has packed
-        "saved_bytes": 0,  # of them, as it has compressed them
         "blocks": 0,  # of loads that ended well on all ranks
         "descriptors": 0,
         "merged_descriptors": 0,

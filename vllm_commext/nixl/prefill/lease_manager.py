@@ -1,7 +1,6 @@
 """The prefill side of a worker: blocks are kept until they are released or their lease ends."""
 
 import time
-from collections.abc import Callable
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
@@ -12,7 +11,6 @@ from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.tables import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.messages import (
-    GatherMessage,
     KeepAlive,
     Released,
     decode_notification,
@@ -23,17 +21,12 @@ EARLY_RELEASE_SECONDS = 60.0
 """How long a release may come before the scheduler's word that the request has finished."""
 
 
-def _packs_nothing(_: GatherMessage) -> None:
-    raise ProtocolError("expected nothing to be packed by this worker")
-
-
 class LeaseManager:
     """Keeps one worker's finished prefills.  Owned by one thread.
 
     Args:
         agent: the agent that readers notify.
         tables: where readers see that blocks are not kept any more.
-        on_gather: told what readers want packed; raises ProtocolError where that is refused.
     """
 
     def __init__(
@@ -43,14 +36,12 @@ class LeaseManager:
         config: ConnectorConfig,
         recorder: TransferRecorder,
         outcomes: CompletionQueue,
-        on_gather: Callable[[GatherMessage], None] | None = None,
     ) -> None:
         self._agent = agent
         self._tables = tables
         self._config = config
         self._recorder = recorder
         self._outcomes = outcomes
-        self._on_gather = on_gather or _packs_nothing
         # By what notifications call the requests.
         self._leases = LeaseLedger(config.kv_lease_max_duration)
         self._holds: dict[str, Hold] = {}
@@ -62,10 +53,6 @@ class LeaseManager:
     def __len__(self) -> int:
         """Requests whose blocks are held."""
         return len(self._leases)
-
-    def held(self, name: str) -> Hold | None:
-        """The prefill that notifications call so, None where it is not kept."""
-        return self._holds.get(name)
 
     def hold(self, hold: Hold) -> None:
         """Keep a finished prefill's blocks."""
@@ -96,15 +83,13 @@ class LeaseManager:
     def _take(self, message: bytes, now: float) -> None:
         try:
             notification = decode_notification(message)
-            if isinstance(notification, GatherMessage):
-                self._on_gather(notification)
         except ProtocolError as error:
             self._recorder.count(unmatched_notifications=1)
             self._log.warning("notification", f"ignored a NIXL notification: {error}")
             return
         if isinstance(notification, Released):
             self._release(notification, now)
-        elif isinstance(notification, KeepAlive):
+        else:
             self._extend(notification, now)
 
     def _release(self, released: Released, now: float) -> None:

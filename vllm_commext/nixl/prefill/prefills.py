@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -155,21 +154,13 @@ class Prefills:
         state.held_since = time.monotonic()
         self.num_held += 1
         rest = self._producer.rest_of(state, offered)
-        config = self._engine.config
-        packed = chain.from_iterable(offered) if config.gathered_reads else ()
-        self._hold(state, config.kv_lease_duration, rest, tuple(packed))
+        self._hold(state, self._engine.config.kv_lease_duration, rest)
         return self._describe(state, offered, num_tokens)
 
-    def _hold(
-        self,
-        state: PrefillState,
-        lease_seconds: float,
-        rest: Listed = (),
-        packed: tuple[int, ...] = (),
-    ) -> None:
+    def _hold(self, state: PrefillState, lease_seconds: float, rest: Listed = ()) -> None:
         """Have workers keep a prefill's blocks."""
         nonce = self._fences.nonce_in(state.slot)
-        hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest, packed)
+        hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest)
         self._engine.step.holds.append(hold)
 
     def _describe(

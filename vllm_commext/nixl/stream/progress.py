@@ -139,12 +139,6 @@ def ids_in(entries: Entries, nonce: int) -> Ids:
     return entries[: others[0] if len(others) else len(entries)].astype(np.uint32)
 
 
-def all_ids_in(entries: Entries, nonce: int) -> npt.NDArray[np.int64]:
-    """The block ids of all entries of the nonce, wherever they stand."""
-    is_own = entries >> np.uint64(_TOKEN_BITS) == np.uint64(nonce & _HALF)
-    return (entries[is_own] & np.uint64(_HALF)).astype(np.int64)
-
-
 def pieces(row: int, pieces_per_row: int, first: int, num_pieces: int) -> Int32Array:
     """Indices, in the list of all rows' pieces, of some of a row's."""
     begin = row * pieces_per_row + first

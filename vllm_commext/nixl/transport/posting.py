@@ -66,29 +66,6 @@ class Poster(Protocol):
         """Give a piece back that has ended, or was not posted."""
 
 
-class UnderWay(Protocol):
-    """A read under way.
-
-    Attributes:
-        num_merged: descriptors that NIXL has moved so far, after it merged neighbours.
-        num_gathered: bytes so far that the peer had packed.
-        num_saved: bytes so far that were not moved, as the peer had compressed them.
-    """
-
-    num_merged: int
-    num_gathered: int
-    num_saved: int
-
-    @property
-    def num_open(self) -> int:
-        """Pieces that have not ended, as far as ``look`` has seen."""
-        ...
-
-    def look(self) -> str | None:
-        """None while a piece is under way; then what went wrong, "" where nothing did."""
-        ...
-
-
 class Reader(Protocol):
     """A way of reading one peer's cache.
 
@@ -100,7 +77,7 @@ class Reader(Protocol):
     name: str
     is_mapped: bool
 
-    def post(self, pairs: Pairs) -> UnderWay:
+    def post(self, pairs: Pairs) -> Posting:
         """Start a read; raises what ``Posting`` does."""
         ...
 
@@ -146,7 +123,7 @@ class Posting:
         self._poster = poster
         self._handles: list[Any] = []
         self._error = ""
-        self.num_merged = self.num_gathered = self.num_saved = 0
+        self.num_merged = 0
         try:
             for handle in pieces:
                 self._post(handle)

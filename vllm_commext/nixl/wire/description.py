@@ -7,12 +7,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated
 
 import msgspec
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.config import MAX_SLOT_BYTES, MAX_SLOTS
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
 from vllm_commext.nixl.wire.messages import MAX_REPLY_BYTES, Described, decode
 
@@ -58,22 +56,6 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
 
 
-class StagingOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory into which a worker packs pieces of its cache for readers, see ``gathered``.
-
-    Attributes:
-        address: of the first slot.
-        slot_bytes: of a slot.
-        num_slots: one behind the other.
-        compresses: whether it does so with what it packs, for readers that ask for it.
-    """
-
-    address: Annotated[int, msgspec.Meta(gt=0, lt=MAX_ADDRESS)]
-    slot_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOT_BYTES)]
-    num_slots: Annotated[int, msgspec.Meta(gt=0, le=MAX_SLOTS)]
-    compresses: bool = False
-
-
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
@@ -96,9 +78,6 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         generations: address of its blocks' generations, see ``reuse.offers``.
         num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
         mapped: how its cache is read through a mapping, None where it is not.
-        slot_words: address of what says what is in its slots, see ``gathered.slots``.
-        num_slot_words: 1 where there is such a record, else 0.
-        staging: its slots, None where it packs nothing.
     """
 
     engine_id: str
@@ -117,9 +96,6 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     generations: int = 0
     num_generations: int = 0
     mapped: MappedOffer | None = None
-    slot_words: int = 0
-    num_slot_words: int = 0
-    staging: StagingOffer | None = None
 
 
 _DESCRIPTION = msgspec.msgpack.Decoder(WorkerDescription)
@@ -179,13 +155,11 @@ def _check_offer(offer: MappedOffer) -> None:
 
 FENCES, GENERATIONS = "fences", "generations"
 STREAM_HEADERS, STREAM_PIECES = "stream headers", "stream pieces"
-SLOTS = "slots"
 _FIELDS = {
     FENCES: ("fence_address", "num_fence_slots"),
     GENERATIONS: ("generations", "num_generations"),
     STREAM_HEADERS: ("stream_headers", "num_stream_rows"),
     STREAM_PIECES: ("stream_entries", "pieces_per_row"),
-    SLOTS: ("slot_words", "num_slot_words"),
 }
 """Address and number of records; of pieces, that in each row."""
 

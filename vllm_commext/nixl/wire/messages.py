@@ -286,68 +286,12 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
     request_ids: list[str]
 
 
-MAX_PARTS = 1024
-"""Of gathered reads that a prefill worker has to do with at a time."""
-_Ticket = Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
-_PartNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
+_NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 
 
-class GatherPlan(Frame, tag="gather_plan", frozen=True):
-    """NIXL notification, decode to prefill: what the numbers of descriptors mean in ``GatherAsk``.
-
-    Attributes:
-        digest: of the descriptors' rows, see ``gathered.slots``; both sides plan the same.
-        layout: the encoded ``CacheLayout`` of the reader.
-    """
-
-    digest: bytes
-    layout: bytes
-
-
-class GatherAsk(Frame, tag="gather_ask", frozen=True):
-    """NIXL notification, decode to prefill: pack parts of a read, see ``gathered``.
-
-    Attributes:
-        ticket: what tells this read from others, drawn by the reader.
-        plan: digest of what was told by ``GatherPlan``.
-        request_id: whose blocks they are, as `short_id` gives it.
-        fence_slot: slot of the request's fence.
-        nonce: what stands there as long as they are.
-        row: of a prompt that is read while it is computed, -1 for another one.
-        compressed: whether parts are to be compressed, see ``gathered.exponents``.
-        first: number of the first of these parts.
-        parts: of each, the numbers of its descriptors, 32 bits each.
-    """
-
-    ticket: _Ticket
-    plan: bytes
-    request_id: str
-    fence_slot: int
-    nonce: int
-    row: int
-    compressed: bool
-    first: _PartNumber
-    parts: list[bytes]
-
-
-class GatherTaken(Frame, tag="gather_taken", frozen=True):
-    """NIXL notification, decode to prefill: these parts have been read, and with ``ends`` no other
-    is needed."""
-
-    ticket: _Ticket
-    parts: list[_PartNumber]
-    ends: bool
-
-
-GatherMessage = GatherPlan | GatherAsk | GatherTaken
-_NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive | GatherMessage)
-
-
-def decode_notification(frame: bytes) -> Released | KeepAlive | GatherMessage:
+def decode_notification(frame: bytes) -> Released | KeepAlive:
     """Decode a NIXL notification; raises ProtocolError."""
     told = checked(decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
-    if isinstance(told, GatherMessage):
-        return told
     if isinstance(told, Released):
         names = (told.request_id, told.consumer)
         if not 0 < told.num_consumers <= MAX_CONSUMERS:
