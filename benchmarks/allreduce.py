@@ -9,8 +9,6 @@ times that the table was not made from. Each figure is microseconds a call in a 
 chained calls with their copies and fresh outputs: of a sample the slowest rank's, of the samples
 the median. Only ratios of one run mean anything.
 
-With `NCCL_P2P_DISABLE=1` only what needs no peer access takes part: allreduce_tp2_no_peers.md.
-
 ``--table builtin`` judges the built-in table instead; ``--quick`` takes fewer samples; ``--eager``
 adds what a call costs the host.
 """
@@ -40,10 +38,10 @@ class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
+        from vllm_commext.allreduce import names
         from vllm_commext.allreduce.backends import flashinfer
         from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
-        from vllm_commext.allreduce.table.machine import have_access, measurable
         from vllm_commext.collective import Collective
 
         made = group.device_communicator
@@ -52,8 +50,7 @@ class Variants:
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
         flashinfer.shared.budget_bytes = MEASURING_BYTES
-        wanted = measurable(have_access(made.device))
-        self.dispatcher = create_dispatcher(self._parts, None, wanted=wanted)
+        self.dispatcher = create_dispatcher(self._parts, None, wanted=names.BACKENDS)
         self.collective = Collective.over(made.cpu_group)
         self.group, self._vllm = group, made
 
@@ -213,15 +210,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def name_of(args: argparse.Namespace) -> str:
-    """Of the report: with or without peer access."""
-    from vllm_commext.allreduce.table.machine import is_refused
-
-    return f"allreduce_tp{args.tp}" + ("_no_peers" if is_refused() else "")
-
-
 def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
-    name = name_of(args)
+    name = f"allreduce_tp{args.tp}"
     lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
     print(pages.write(args.out, name, {**facts, "results": rows}, lines))
     plot(rows, args.out / f"{name}.png")
@@ -230,15 +220,12 @@ def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> N
 def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
-    from vllm.distributed import parallel_state
 
     from vllm_commext.allreduce.table import cache, measure
-    from vllm_commext.allreduce.table.machine import is_refused, read_machine
+    from vllm_commext.allreduce.table.machine import read_machine
     from vllm_commext.allreduce.table.table import build_table, describe
     from vllm_commext.compat.tp_group import tensor_parallel
 
-    if is_refused():
-        parallel_state.set_custom_all_reduce(False)  # vLLM's, which needs peer access
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
         variants = Variants(group)
         samples = 7 if args.quick else 21

@@ -61,23 +61,20 @@ class DenseEngine:
         args: ``model``, ``tp``, ``chunk`` (tokens of the long prompt), ``output`` (tokens of an
             answer), ``cpu``.
         vocabulary: of the model.
-        compilation: vLLM's configuration of that name, on GPUs.
         more: further arguments of vLLM's.
 
     Attributes:
         llm: vLLM's.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, vocabulary: int, compilation: Mapping[str, Any], **more: Any
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, vocabulary: int, **more: Any) -> None:
         from vllm import LLM
 
         self._vocabulary, self._chunk, self._output = vocabulary, args.chunk, args.output
         if args.cpu:
             more |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
         else:
-            graphs = {"cudagraph_capture_sizes": list(BATCHES), **compilation}
+            graphs = {"cudagraph_capture_sizes": list(BATCHES)}
             more |= {"compilation_config": graphs, "kv_cache_memory_bytes": KV_BYTES}
             more |= {"gpu_memory_utilization": 0.1}  # of which so much must be free as it starts
         self.llm: Any = LLM(

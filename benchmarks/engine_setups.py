@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from dense_engine import SMALL
 
-VLLM, AGAIN, OURS, AUTO, HOST = "vllm", "vllm again", "ours", "ours, auto", "host"
+VLLM, AGAIN, OURS, AUTO = "vllm", "vllm again", "ours", "ours, auto"
 ALLREDUCE, NORM = "VLLM_COMMEXT_ALLREDUCE", "VLLM_COMMEXT_REDUCE_RMS"
 _OFF = {ALLREDUCE: "0", NORM: "0"}
 TOGGLES: Mapping[str, Mapping[str, str]] = {
@@ -13,7 +13,6 @@ TOGGLES: Mapping[str, Mapping[str, str]] = {
     AGAIN: _OFF,
     OURS: {**_OFF, ALLREDUCE: "1"},
     AUTO: {**_OFF, ALLREDUCE: "auto"},
-    HOST: {**_OFF, ALLREDUCE: "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": "host"},
 }
 NORM_TOGGLES = {VLLM: _OFF, AGAIN: _OFF, OURS: {**_OFF, NORM: "1"}, AUTO: {**_OFF, NORM: "auto"}}
 
@@ -23,24 +22,16 @@ class Setup(NamedTuple):
 
     Attributes:
         name: of the report.
-        title: its first fact.
         engines: to start, if none are named; the first one is what others are compared with.
         chunk: tokens of the long prompt.
         shape: of the model; what else its configuration has.
-        environ: of every engine's process.
-        more: arguments of vLLM's.
-        compilation: the same, of its configuration of that name.
         toggles: ours, by engine.
     """
 
     name: str
-    title: str
     engines: tuple[str, ...]
     chunk: int
     shape: Mapping[str, Any]
-    environ: Mapping[str, str] = {}
-    more: Mapping[str, Any] = {}
-    compilation: Mapping[str, Any] = {}
     toggles: Mapping[str, Mapping[str, str]] = TOGGLES
 
 
@@ -51,13 +42,6 @@ _LARGE = {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
-}
-_MIDDLE = {
-    "hidden_size": 4096,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
 }
 # MiniMax-M2 but for the numbers of its layers and experts.
 _MINIMAX = {
@@ -89,22 +73,9 @@ _OLMO = {
     "hidden_act": "silu",
     "vocab_size": 32000,
 }
-_PEERS = "allowed"
-DENSE = Setup("fused_engine", _PEERS, (VLLM, AGAIN, OURS), 8192, _LARGE)
-NO_PEERS = Setup(
-    "host_engine",
-    "refused (NCCL_P2P_DISABLE=1, no custom or fused all-reduce)",
-    (VLLM, HOST),
-    4096,
-    _MIDDLE,
-    {"NCCL_P2P_DISABLE": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"},
-    {"disable_custom_all_reduce": True},
-    {"pass_config": {"fuse_allreduce_rms": False}},
-)
-MINIMAX = Setup(
-    "norm_engine_minimax", _PEERS, (VLLM, AGAIN, OURS), 4096, _MINIMAX, toggles=NORM_TOGGLES
-)
-OLMO = Setup("norm_engine_olmo3", _PEERS, (VLLM, AGAIN, OURS), 4096, _OLMO, toggles=NORM_TOGGLES)
+DENSE = Setup("fused_engine", (VLLM, AGAIN, OURS), 8192, _LARGE)
+MINIMAX = Setup("norm_engine_minimax", (VLLM, AGAIN, OURS), 4096, _MINIMAX, toggles=NORM_TOGGLES)
+OLMO = Setup("norm_engine_olmo3", (VLLM, AGAIN, OURS), 4096, _OLMO, toggles=NORM_TOGGLES)
 MODELS = {"dense": DENSE, "minimax": MINIMAX, "olmo3": OLMO}
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/fused_engine.py --tp 2 --layers 16 --rounds 5 --out benchmarks/results/mine
     python benchmarks/fused_engine.py --tp 2 --layers 12 --shape olmo3 --out benchmarks/results/mine
-    python benchmarks/fused_engine.py --tp 2 --layers 32 --no-peers --out benchmarks/results/mine
 
 Three engines share the GPUs: vLLM as it comes, the same once more, and with ours on. They take
 turns, round after round, in another order each time: the time per output token of 1, 16 and 64
@@ -15,10 +14,6 @@ requests come one at a time.
 
 With --shape minimax or olmo3 it is the norm of Q and K that is compared, in a model like MiniMax-M2
 (of fewer experts) or Olmo-3-32B; writes norm_engine_minimax_tp2.md or norm_engine_olmo3_tp2.md.
-
-With --no-peers GPUs may not reach each other (`NCCL_P2P_DISABLE=1`, without vLLM's custom and fused
-all-reduce, which need that): two engines, NCCL alone and our all-reduce `host`, and a smaller
-model. Writes host_engine_tp2.md and .json.
 """
 
 import argparse
@@ -38,7 +33,7 @@ import repository  # noqa: F401
 import turn
 from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
-from engine_setups import AGAIN, HOST, MODELS, NO_PEERS, TOGGLES, VLLM, Setup, small
+from engine_setups import AGAIN, MODELS, TOGGLES, VLLM, Setup, small
 
 OUTPUT = 128  # tokens
 
@@ -69,15 +64,15 @@ def served_by(worker: Any) -> dict[str, Any]:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    setup = NO_PEERS if args.no_peers else MODELS[args.shape]
+    setup = MODELS[args.shape]
     return small(setup) if args.cpu else setup
 
 
 def serve(args: argparse.Namespace) -> None:
     """One engine: for every line of its input, a cell, a line with the milliseconds."""
     setup, quantized = setup_of(args), args.quantization
-    more = {**setup.more, **({"quantization": quantized} if quantized else {})}
-    served = DenseEngine(args, setup.shape["vocab_size"], setup.compilation, **more)
+    more = {"quantization": quantized} if quantized else {}
+    served = DenseEngine(args, setup.shape["vocab_size"], **more)
     say(READY, served.llm.collective_rpc(served_by))
     for line in sys.stdin:
         say(ANSWER, served.answer(line.strip()))
@@ -89,9 +84,8 @@ def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
     words += ["--output", str(args.output)]
     words += ["--quantization", args.quantization] if args.quantization else []
     words += ["--cpu"] if args.cpu else []
-    words += ["--no-peers"] if args.no_peers else ["--shape", args.shape]
-    setup = setup_of(args)
-    environ = {**ENVIRON, **setup.environ, **setup.toggles[name]}
+    words += ["--shape", args.shape]
+    environ = {**ENVIRON, **setup_of(args).toggles[name]}
     return EngineProcess(name, __file__, words, environ)
 
 
@@ -205,7 +199,6 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
             "date": pages.today(),
             "commit": args.commit,
             "device": "cpu" if args.cpu else torch.cuda.get_device_name(),
-            "peer access": setup.title,
             "torch": str(torch.__version__),
             "vllm": vllm.__version__,
             "shape": setup.shape,
@@ -236,18 +229,6 @@ def one_round(
     return {cell: {name: made[name].ask(cell, end) for name in order} for cell in cells}
 
 
-def check_served(made: Mapping[str, EngineProcess], ready: Mapping[str, Any]) -> None:
-    """See that `host` serves where it was asked for, or there is nothing to compare.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    found = [of.get("all-reduce", {}) for of in ready.get(HOST, ())]
-    if not all(of.get(HOST) for of in found):
-        said = "\n".join(log_of(made[HOST]))
-        raise RuntimeError(f"expected `host` to serve on every rank, got {found}; it says\n{said}")
-
-
 def compare(args: argparse.Namespace) -> int:
     """Rounds until there are enough or the time is over; at least one, or it has failed."""
     end = time.monotonic() + args.seconds
@@ -260,8 +241,6 @@ def compare(args: argparse.Namespace) -> int:
             for name, engine in made.items()
         }
         print(f"served by: {json.dumps(ready)}", flush=True)
-        if not args.cpu:  # where `host` cannot serve
-            check_served(made, ready)
         stack.enter_context(turn.turn(end))
         for engine in made.values():
             for cell in cells_of(args):
@@ -303,7 +282,6 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
     parser.add_argument("--quantization", default="", help="as vLLM's, such as fp8")
-    parser.add_argument("--no-peers", action="store_true", help="NCCL and `host` without them")
     parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")

@@ -148,8 +148,7 @@ TOGGLES: tuple[Toggle, ...] = (
         field="allreduce_backend",
         choices=(
             *("auto", "flashinfer_one_shot", "flashinfer_two_shot", "flashinfer_mnnvl", "custom"),
-            *("push", "host"),
-            *("nccl", "vllm"),
+            *("push", "nccl", "vllm"),
         ),
         default="auto",
         meaning=(
@@ -160,12 +159,11 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         name="VLLM_COMMEXT_ALLREDUCE_TUNE",
         field="allreduce_tune",
-        choices=("cached", "startup", "0"),
+        choices=("cached", "0"),
         default="cached",
         meaning=(
             "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
-            "table; `startup` measures for some seconds where there is no such measurement; `0` "
-            "takes the built-in table alone."
+            "table; `0` takes the built-in table alone."
         ),
     ),
     Toggle(
@@ -189,6 +187,16 @@ TOGGLES: tuple[Toggle, ...] = (
         ),
     ),
 )
+
+GONE_VALUES: Mapping[tuple[str, str], str] = {
+    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "host"): (
+        "GPUs without peer access keep vLLM's own all-reduce; unset it"
+    ),
+    ("VLLM_COMMEXT_ALLREDUCE_TUNE", "startup"): (
+        "run `vllm-commext tune allreduce` once and unset it"
+    ),
+}
+"""Values that a toggle once had, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,8 @@ def describe_unknown(name: str) -> str:
 
 def _read_toggle(toggle: Toggle, environ: Mapping[str, str]) -> str:
     value = environ.get(toggle.name, toggle.default)
+    if instead := GONE_VALUES.get((toggle.name, value)):
+        raise ConfigError(f"{toggle.name}={value} is gone: {instead}")
     if value not in toggle.choices:
         raise ConfigError(
             f"{toggle.name}: expected one of {', '.join(toggle.choices)}, got {value!r}; "

@@ -46,13 +46,6 @@ DEVICE void store_system(u64* address, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// What was stored before a word that is found here is visible to whoever this thread meets afterwards.
-DEVICE u32 load_acquire_system(const u32* address) {
-  u32 value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 DEVICE u64 load_device(const u64* address) {
   u64 value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -80,10 +73,6 @@ DEVICE void store_for_peers(void* address, const u32* words) {
                : "memory");
 }
 
-// 16 bytes of host memory, which all devices of the host write and see in one piece.
-DEVICE void load_whole(const void* address, u32* words) { load_from_peers(address, words); }
-DEVICE void store_whole(void* address, const u32* words) { store_for_peers(address, words); }
-
 // 16 bytes that nobody is expected to want soon again.
 DEVICE void load_streaming(const void* address, u32* words) {
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -109,8 +98,6 @@ DEVICE void prefetch(const char* address, u32 num_bytes) {
 
 DEVICE u32 fetch_or(u32* address, u32 bits) { return atomicOr(address, bits); }
 DEVICE u32 fetch_add(u32* address, u32 value) { return atomicAdd(address, value); }
-DEVICE void fence_device() { __threadfence(); }
-DEVICE void fence_system() { __threadfence_system(); }
 DEVICE void block_barrier() { __syncthreads(); }
 
 // Nobody passes before all threads have the value that they come with, if it was being loaded.

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_commext import ConfigError
-from vllm_commext.settings import TOGGLES, Toggle, describe_unknown, read_settings
+from vllm_commext.settings import GONE_VALUES, TOGGLES, Toggle, describe_unknown, read_settings
 
 
 def test_defaults_without_any_variable() -> None:
@@ -30,6 +30,13 @@ def test_a_bad_value_is_an_error_that_lists_the_choices(toggle: Toggle, value: s
     message = str(raised.value)
     assert message.startswith(f"{toggle.name}: expected one of {', '.join(toggle.choices)}")
     assert repr(value) in message
+
+
+@pytest.mark.parametrize(("name", "value"), GONE_VALUES)
+def test_a_value_that_is_gone_names_what_to_do_instead(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings({name: value})
+    assert str(raised.value) == f"{name}={value} is gone: {GONE_VALUES[name, value]}"
 
 
 def test_all_bad_values_are_named_at_once() -> None:

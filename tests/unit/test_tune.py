@@ -88,6 +88,15 @@ def test_without_gpus_it_says_so(gpus: str, capsys: pytest.CaptureFixture[str]) 
     assert f"--tp {gpus}: expected 2 or more" in capsys.readouterr().err
 
 
+def test_without_peer_access_there_is_nothing_to_tune(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    assert main.main(["tune", "allreduce", "--tp", "2"]) == 2
+    assert "no peer access" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
 def test_numbers_must_be_whole_and_positive(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):

@@ -1,22 +1,20 @@
-"""Creates a group's dispatcher as an engine starts: from a table, or measured while it warms up."""
+"""Creates a group's dispatcher from a table as an engine starts."""
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.backends import flashinfer, host, limits, push
+from vllm_commext.allreduce.backends import flashinfer, limits, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import ITEM_BYTES
-from vllm_commext.allreduce.table import cache, measure
+from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table.cache import find_table
-from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, measurable
-from vllm_commext.allreduce.table.measure import KIB, MIB, Options
-from vllm_commext.allreduce.table.table import Table, build_table, describe
+from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
+from vllm_commext.allreduce.table.table import Table, describe
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.facts import Facts
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.commext.allreduce")
 
 OUR_KERNEL = "our own kernel"
-HOST_MEMORY = "our own kernel for host memory"
-OWN_STEPS = (OUR_KERNEL, HOST_MEMORY)  # makers that take them by themselves
-BUILT_IN, CACHED, STARTUP = "0", "cached", "startup"
-STARTUP_SIZES = (8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-STARTUP_SECONDS = 8.0
-IN_ORDER = (names.PUSH, names.HOST)  # they add in the order of ranks, whatever the size
 
 
 @dataclass(frozen=True)
@@ -109,9 +101,6 @@ def _makers(
         fused = table.leads_fused(names.FUSED_PUSH) if table is not None else 0
         num_bytes = max(led, min(fused, bound))
         makers[OUR_KERNEL] = lambda: [push.PushBackend(num_bytes, collective)]
-    if names.HOST in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
-        shared_bytes = _largest(table, (names.HOST,), host.MAX_MESSAGE_BYTES)
-        makers[HOST_MEMORY] = lambda: [host.HostBackend(shared_bytes, collective)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
     return makers
 
@@ -120,7 +109,7 @@ def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[
     """Make the backends of one family, or none on any rank, with one line why."""
     made: list[Backend] = []
     try:
-        if what in OWN_STEPS:
+        if what == OUR_KERNEL:  # which agrees with the other ranks by itself
             made += maker()
         else:
             collective.agree(lambda: made.extend(maker()))
@@ -196,14 +185,14 @@ class Requirements:
 
     Attributes:
         forced: the one backend to use, or None for the fastest.
-        tune: `BUILT_IN`, `CACHED` or `STARTUP`.
+        use_cache: read what `vllm-commext tune allreduce` measured here.
         by_itself: nobody has asked for it: only kernels of ours take part, and only where a table
             that holds for this machine has them first.
         facts: what all ranks have agreed about.
     """
 
     forced: str | None = None
-    tune: str = CACHED
+    use_cache: bool = True
     by_itself: bool = False
     facts: Facts = Facts()
 
@@ -211,12 +200,10 @@ class Requirements:
     def only(self) -> str | None:
         """The one backend that may serve, or None for the fastest.
 
-        Batch invariance asks for one order of sums. Ours have one for messages of any size, and a
+        Batch invariance asks for one order of sums. Ours has one for messages of any size, and a
         row's numbers do not depend on the others.
         """
-        if self.facts.invariant and self.forced not in IN_ORDER:
-            return names.PUSH
-        return self.forced
+        return names.PUSH if self.facts.invariant else self.forced
 
     @property
     def most_bytes(self) -> int:
@@ -231,14 +218,14 @@ def why_none(required: Requirements) -> str:
         return "microbatches run on two streams, and a workspace serves one"
     if facts.eager and required.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if facts.invariant and required.forced not in (None, *IN_ORDER):
+    if facts.invariant and required.forced not in (None, names.PUSH):
         return (
             f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {required.forced} is none"
         )
     return ""
 
 
-def _holds(table: Table, machine: Machine, required: Requirements) -> bool:
+def _holds(machine: Machine, required: Requirements) -> bool:
     """Return whether a table compares ours with all that vLLM has here: one measured without
     multicast does not where vLLM may use it, unless rows must have the same bits in any batch."""
     return machine.multicast or required.facts.invariant or not required.facts.multicast
@@ -257,29 +244,26 @@ def start_dispatcher(
     if reason := why_none(required):
         return _none(reason, collective)
     hidden = required.facts.hidden
-    startup = required.tune == STARTUP and required.only is None and not required.by_itself
 
     def look() -> tuple[Machine, Table | None]:
         machine = read_machine()
-        if startup:
-            return machine, cache.load(machine, collective.world_size, hidden)
-        use_cache = required.tune != BUILT_IN
         in_engines = required.by_itself and not required.facts.invariant
-        found = find_table(
-            machine, collective.world_size, hidden, use_cache=use_cache, in_engines=in_engines
+        return machine, find_table(
+            *(machine, collective.world_size, hidden),
+            use_cache=required.use_cache,
+            in_engines=in_engines,
         )
-        return machine, found
 
     machine, table = collective.run(look)[0]
-    if startup and table is None:
-        return _measured(parts, required, machine, collective)
+    if machine.link == NO_ACCESS and required.forced is None:
+        return _none("its GPUs have no peer access to each other", collective)
     if required.by_itself:
         if table is None:
             return _none(
                 "engines were not measured on these GPUs, and no `vllm-commext tune` was",
                 collective,
             )
-        if not _holds(table, machine, required):
+        if not _holds(machine, required):
             return _none(
                 "vLLM may use NVLink multicast here, and the table was measured without it",
                 collective,
@@ -303,31 +287,6 @@ def start_dispatcher(
 def _none(reason: str, collective: Collective) -> None:
     if collective.rank == 0:
         logger.info("commext: allreduce: vLLM's default dispatch serves: %s", reason)
-
-
-def _measured(
-    parts: Parts, required: Requirements, machine: Machine, collective: Collective
-) -> Dispatcher:
-    # Compiling takes minutes; `vllm-commext tune` does it, and vLLM's fusion pass.
-    compiled = all(collective.run(is_compiled))
-    measurable_names = measurable(machine.link != NO_ACCESS)
-    wanted = [name for name in measurable_names if compiled or name not in names.FLASHINFER]
-    dispatcher = create_dispatcher(parts, None, wanted=wanted)
-    facts = required.facts
-    options = Options(
-        STARTUP_SIZES, (facts.dtype,), facts.hidden, samples=5, seconds=STARTUP_SECONDS
-    )
-    context = parts.custom.capture if parts.custom is not None else nullcontext
-    times = measure.measure_backends(dispatcher, collective, options, context)
-    table = build_table(times, collective.world_size, "measured at start")
-    dispatcher.use_table(table)
-    measure.give_back_memory()
-    if collective.rank == 0:
-        try:
-            cache.save(machine, table, facts.hidden)
-        except OSError as error:
-            logger.warning("commext: allreduce: the table was not kept: %s", error)
-    return dispatcher
 
 
 def lines(dispatcher: Dispatcher, required: Requirements) -> list[str]:

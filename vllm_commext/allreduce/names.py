@@ -6,14 +6,10 @@ FLASHINFER_MNNVL = "flashinfer_mnnvl"
 CUSTOM = "custom"
 NCCL = "nccl"
 PUSH = "push"  # our own kernel
-HOST = "host"  # our own kernel for GPUs that cannot reach each other
 VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
 
-BACKENDS = (
-    *(FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL, CUSTOM),
-    *(PUSH, HOST, NCCL),
-)
 FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
+BACKENDS = (*FLASHINFER, CUSTOM, PUSH, NCCL)
 
 # Who serves all-reduce, residual and norm together.
 FUSED_PUSH = "fused_push"  # our own kernels, in one launch

@@ -22,6 +22,7 @@ import msgspec
 from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.message import ITEM_BYTES
 from vllm_commext.allreduce.table import table as tables
+from vllm_commext.allreduce.table.machine import have_access
 from vllm_commext.allreduce.table.measure import SIZES
 from vllm_commext.allreduce.table.table import describe, size_text
 from vllm_commext.cli.tune_rank import PREFIX, RankOptions
@@ -128,6 +129,11 @@ def _check_gpus(wanted: int) -> None:
     if wanted < 2 or found < wanted:
         raise UnsupportedError(
             f"--tp {wanted}: expected 2 or more, and as many GPUs; found {found} GPUs"
+        )
+    if not have_access(torch.device("cuda")):
+        raise UnsupportedError(
+            "these GPUs have no peer access to each other, or NCCL_P2P_DISABLE or NCCL_P2P_LEVEL "
+            "refuses it; vLLM's own all-reduce serves there, and there is nothing to tune"
         )
 
 

@@ -42,12 +42,12 @@ def say(kind: str, **values: Any) -> None:
 
 def run(options: RankOptions) -> None:
     """Measure all backends; rank 0 reports."""
-    from vllm_commext.allreduce import multicast
+    from vllm_commext.allreduce import multicast, names
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
     from vllm_commext.allreduce.table import cache, measure
-    from vllm_commext.allreduce.table.machine import have_access, measurable, read_machine
+    from vllm_commext.allreduce.table.machine import read_machine
     from vllm_commext.allreduce.table.table import build_table, encode
     from vllm_commext.collective import Collective
     from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
@@ -58,8 +58,7 @@ def run(options: RankOptions) -> None:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        wanted = measurable(have_access(made.device))
-        dispatcher = create_dispatcher(parts, None, wanted=wanted)
+        dispatcher = create_dispatcher(parts, None, wanted=names.BACKENDS)
         collective = Collective.over(parts.cpu_group)
         first = options.rank == 0
         if first:

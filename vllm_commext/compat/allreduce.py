@@ -66,7 +66,10 @@ def _requirements(facts: "Facts") -> "Requirements":
     settings = read_settings()
     forced = settings["allreduce_backend"]
     return Requirements(
-        None if forced == AUTO else forced, settings["allreduce_tune"], is_by_itself(), facts
+        None if forced == AUTO else forced,
+        settings["allreduce_tune"] == "cached",
+        is_by_itself(),
+        facts,
     )
 
 

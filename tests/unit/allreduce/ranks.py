@@ -5,15 +5,12 @@
 Prints a line of JSON a check: its name, and what the rank found.
 """
 
-import ctypes
 import json
-import os
 import random
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,12 +30,11 @@ from vllm_commext.allreduce.creation import (
 )
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.message import Message
-from vllm_commext.allreduce.table import cache, measure
+from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import host_memory
 from vllm_commext.gpu.facts import Facts, agree_about
 
 CPU = torch.device("cpu")
@@ -182,7 +178,7 @@ def check_facts(rank: int, world: int) -> Any:
             raise OSError("no driver")
         return Facts()
 
-    unlike = Facts(settings=("VLLM_COMMEXT_ALLREDUCE_TUNE=" + ("cached", "startup")[rank],))
+    unlike = Facts(settings=("VLLM_COMMEXT_ALLREDUCE_TUNE=" + ("cached", "0")[rank],))
     return {
         "alike": agree_about(lambda: Facts("one", hidden=64), ranks).hidden,
         "two hosts": raised(lambda: agree_about(lambda: Facts(f"host {rank}"), ranks)),
@@ -343,55 +339,7 @@ def check_start(rank: int, world: int) -> Any:
     found.update(by_itself_where(parts, unknown, sizes))
     creation.push.PushBackend = real
     found["broken"] = raised(lambda: start_dispatcher(parts, Requirements(), broken))
-    measure.measure_backends = lambda *_: {"bfloat16": {1024: {"nccl": 1.0}}}
-    measure.give_back_memory = lambda: None
-    required = Requirements(tune="startup")
-    origins: list[str] = []
-    for _ in range(2):
-        measured = start_dispatcher(parts, required, lambda: known)
-        origins.append(measured.table.origin)
-        distributed.barrier()
-        measure.measure_backends = None  # the second time there is a file
-    return {**found, "origins": origins, "files": len(list(cache.folder().glob("tp2_8192_*")))}
-
-
-def check_host_memory(rank: int, world: int) -> Any:
-    """Real memory of both processes, without a GPU: each finds what the other has written; and
-    where one cannot map it, nobody keeps any."""
-
-    def count() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text().count(host_memory.NAME)
-        return maps, len(os.listdir("/proc/self/fd"))
-
-    def register(segment: host_memory.Segment) -> None:
-        if failing and rank == 1:
-            raise UnsupportedError("this GPU maps nothing")
-        segment.device = segment.address
-
-    failing = False
-    host_memory.bus_id_of_current_gpu = lambda: "0000:00:00.0"
-    host_memory.Segment.register = register
-    host_memory.Segment._unregister = lambda self: None
-    collective, before = Collective.over(distributed.group.WORLD), count()
-    memory = host_memory.HostMemory(3 << 20, collective, marked=32)
-    memory.forget_files()
-    with_memory = count()
-    fresh = [ctypes.string_at(address, 33).hex() for address in memory.addresses]
-    ctypes.memset(memory.addresses[rank] + (2 << 20), 0x60 + rank, 1)
-    collective.barrier()
-    found = [ctypes.string_at(address + (2 << 20), 1).decode() for address in memory.addresses]
-    collective.barrier()
-    memory.close()
-    after, failing = count(), True
-    said = raised(lambda: host_memory.HostMemory(1 << 20, collective))
-    return {
-        "fresh": fresh,
-        "found": found,
-        "maps": with_memory[0] - before[0],
-        "descriptors": with_memory[1] - before[1],
-        "left": [after == before, count() == before],
-        "said": said,
-    }
+    return found
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {

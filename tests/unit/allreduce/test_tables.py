@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
 from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
 from vllm_commext.allreduce.table import cache
+from vllm_commext.allreduce.table import machine as machines
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import Machine, digest
 from vllm_commext.allreduce.table.table import Row, Table
@@ -297,8 +299,7 @@ class TestBuiltin:
         assert table is not None
         for size in (16384, MIB, 8 * MIB, 128 * MIB):
             assert table.fused_ranking(size, "bfloat16")[0] == names.FUSED_PUSH
-        apart = table.fused_ranking(8 * MIB, "bfloat16")[1:]
-        assert apart == (names.UNFUSED, names.FUSED_FLASHINFER)
+        assert table.fused_ranking(8 * MIB, "bfloat16")[1:] == (names.UNFUSED,)
 
     def test_in_place_our_kernel_comes_first_at_every_size_on_h100s(self) -> None:
         table = cache.builtin_table("NVIDIA H100 80GB HBM3", 2)
@@ -318,6 +319,49 @@ class TestBuiltin:
         for size in (2 * MIB, 64 * MIB):
             assert table.ranking(size, "bfloat16")[0] == names.PUSH
         assert table.ranking(8192, "float16") == ()
+
+
+class TestPeerAccess:
+    """Without it, by the driver's word or the user's, no table serves."""
+
+    @pytest.mark.parametrize(
+        ("environ", "refused"),
+        [
+            ({}, False),
+            ({"NCCL_P2P_DISABLE": "0"}, False),
+            ({"NCCL_P2P_DISABLE": "1"}, True),
+            ({"NCCL_P2P_LEVEL": "loc"}, True),
+            ({"NCCL_P2P_LEVEL": "0"}, True),
+            ({"NCCL_P2P_LEVEL": "SYS"}, False),
+        ],
+    )
+    def test_the_user_may_refuse_it(self, environ: dict[str, str], refused: bool) -> None:
+        assert machines.have_access(torch.device("cpu"), environ) is not refused
+
+    @pytest.mark.parametrize("without", [None, (0, 1), (2, 0)])
+    def test_every_pair_counts(
+        self, without: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair != without)
+        assert machines.have_access(torch.device("cuda", 0), {}) is (without is None)
+
+    def test_neither_a_built_in_nor_a_measured_table_serves(self, tmp_path: Path) -> None:
+        environ, without = {"XDG_CACHE_HOME": str(tmp_path)}, with_other(link=machines.NO_ACCESS)
+        cache.save(without, TestCache.table, environ=environ)
+        assert cache.find_table(MACHINE, 2, environ=environ) is not None
+        assert cache.find_table(without, 2, environ=environ) is None
+
+    def test_a_machine_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        properties = type("Properties", (), {"name": "a GPU", "uuid": "u"})()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+        monkeypatch.setattr(machines, "_driver_and_link", lambda _: ("1", "NV18"))
+        device = torch.device("cuda", 0)
+        assert machines.read_machine(device).link == "NV18"
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        assert machines.read_machine(device).link == machines.NO_ACCESS
 
 
 class TestCache:

@@ -74,11 +74,6 @@ DEVICE void store_system(u64* address, u64 value) {
   __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 
-DEVICE u32 load_acquire_system(const u32* address) {
-  emulation::yield();
-  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-
 DEVICE u64 load_device(const u64* address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 
 DEVICE u32 load_relaxed_device(const u32* address) {
@@ -99,20 +94,6 @@ DEVICE void store_for_peers(void* address, const u32* words) {
     emulation::disturb();
     __atomic_store_n(static_cast<u32*>(address) + i, words[i], __ATOMIC_RELAXED);
   }
-}
-
-// In one piece: so are these instructions on processors with AVX.
-DEVICE void load_whole(const void* address, u32* words) {
-  emulation::yield();
-  const __m128i found = *static_cast<const volatile __m128i*>(address);
-  std::memcpy(words, &found, sizeof(found));
-}
-
-DEVICE void store_whole(void* address, const u32* words) {
-  emulation::disturb();
-  __m128i value;
-  std::memcpy(&value, words, sizeof(value));
-  *static_cast<volatile __m128i*>(address) = value;
 }
 
 DEVICE void load_streaming(const void* address, u32* words) {
@@ -140,8 +121,6 @@ DEVICE u32 fetch_add(u32* address, u32 value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
-DEVICE void fence_device() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-DEVICE void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void block_barrier() { emulation::meet_block(); }
 DEVICE void block_barrier_after(u32) { block_barrier(); }
 DEVICE void trap() { std::abort(); }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.allreduce.backends import host, push
+from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch, peer_check
@@ -19,7 +19,6 @@ from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
     [
         (push.ARGUMENTS, 8 * 5 + 8 * 4),
         (fused.ARGUMENTS, 8 * 7 + 16 + 8 * 5 + 8 * 4),
-        (host.ARGUMENTS, 8 * 3 + 4 * 6 + 8 + 8 * 4),
         (peer_check.ARGUMENTS, 8 * 2 + 8 * 4),
     ],
 )

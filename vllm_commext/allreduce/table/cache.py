@@ -2,47 +2,56 @@
 choice of the one that serves.
 
 There is one file for a machine, a world size and the elements of a row, with a table of every dtype
-that was measured.  What is built in was measured on H200s and H100s without multicast, in CUDA
-graphs of 32 chained calls, on torch 2.11, vLLM 0.32 and FlashInfer 0.7: on H200s by
-``benchmarks/allreduce.py`` (2026-11-22) and ``benchmarks/fused_norm.py`` (2026-11-23), on H100s by
-``vllm-commext tune allreduce`` (2026-11-24).
+that was measured.
 """
 
 import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from vllm_commext import private_files
+from vllm_commext.allreduce import names
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_over, digest
-from vllm_commext.allreduce.table.table import Table, build_rows, build_table, decode, encode
+from vllm_commext.allreduce.table.table import Row, Table, decode, encode
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where nobody says how many
-BUILTIN = Path(__file__).with_name("builtin.json")
 ORIGIN = "built in"
-IN_ENGINES = frozenset({("NVIDIA H100 80GB HBM3", 2)})
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+IN_ENGINES = frozenset({(H100, 2)})
 """GPUs and how many, on which an engine with our kernels was faster in all that was measured.  With
 two H200s it was not at one request."""
+KIB, MIB = 1 << 10, 1 << 20
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """Entry of `BUILTIN`: by dtype, bytes of a message and backend the microseconds of a call, on
-    the slowest rank.
+class Thresholds(NamedTuple):
+    """Message sizes in bytes at which the ranking of bfloat16 changes on one kind of machine.
 
     Attributes:
-        gpu: its name, as the driver gives it.
-        world_size: how many of them.
-        times: of the backends that come first or second somewhere, and of NCCL.
-        fused: with residual and norm, where these were measured apart.
+        flashinfer_first: up to here FlashInfer's one-shot kernel is faster than `push`.
+        flashinfer_second: up to here it is faster than NCCL.
+        fused_dtypes: in which our launch with residual and norm was measured; it led throughout.
+        fused_last: the largest message so measured.
     """
 
-    gpu: str
-    world_size: int
-    times: dict[str, dict[int, dict[str, float]]]
-    fused: dict[str, dict[int, dict[str, float]]]
+    flashinfer_first: int
+    flashinfer_second: int
+    fused_dtypes: tuple[str, ...] = ()
+    fused_last: int = 64 * MIB
+
+
+LAST = 64 * MIB  # the largest message that was measured without the norm
+# Without multicast, in CUDA graphs of 32 chained calls, torch 2.11, vLLM 0.32, FlashInfer 0.7: on
+# H200s by `allreduce.py` and `fused_norm.py` of the benchmarks, on H100s by `vllm-commext tune`.
+BUILTIN = {
+    (H200, 2): Thresholds(1278228, 8 * MIB, ("bfloat16", "float16", "float32"), 128 * MIB),
+    (H200, 4): Thresholds(256 * KIB, 2 * MIB),
+    (H100, 2): Thresholds(0, 8 * MIB, ("bfloat16",)),
+}
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -117,12 +126,22 @@ def save(
 @functools.cache
 def builtin_table(gpu: str, world_size: int) -> Table | None:
     """The table of that many GPUs of that name, or None where none was measured."""
-    for found in msgspec.json.decode(BUILTIN.read_bytes(), type=list[Measured]):
-        if (found.gpu, found.world_size) == (gpu, world_size):
-            table = build_table(found.times, world_size, f"{ORIGIN}, {world_size} x {gpu}")
-            fused = {dtype: build_rows(times) for dtype, times in found.fused.items()}
-            return msgspec.structs.replace(table, fused={**table.fused, **fused})
-    return None
+    known = BUILTIN.get((gpu, world_size))
+    if known is None:
+        return None
+    flashinfer, ours = names.FLASHINFER_ONE_SHOT, (names.PUSH,)
+    rows = (
+        Row(known.flashinfer_first, (flashinfer, *ours, names.NCCL)),
+        Row(known.flashinfer_second, (*ours, flashinfer, names.NCCL)),
+        Row(LAST, (*ours, names.NCCL)),
+    )
+    fused = (Row(known.fused_last, (names.FUSED_PUSH, names.UNFUSED)),)
+    return Table(
+        world_size,
+        {"bfloat16": rows[0 if known.flashinfer_first else 1 :]},
+        f"{ORIGIN}, {world_size} x {gpu}",
+        dict.fromkeys(known.fused_dtypes, fused),
+    )
 
 
 def find_table(
@@ -134,14 +153,16 @@ def find_table(
     in_engines: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
-    """Return what was measured on this machine with such rows, else what is built in, else None.
+    """Return what was measured on this machine with such rows, else what is built in, else None;
+    always None without peer access.
 
     Where the one says nothing of fused norms, the other does. *in_engines*: nothing built in for
     GPUs on which engines were not shown to gain.
     """
+    if machine.link == NO_ACCESS:
+        return None
     measured = load(machine, world_size, hidden, environ) if use_cache else None
-    reaches = machine.link != NO_ACCESS
-    serves = reaches and (not in_engines or (machine.gpu, world_size) in IN_ENGINES)
+    serves = not in_engines or (machine.gpu, world_size) in IN_ENGINES
     known = builtin_table(machine.gpu, world_size) if serves else None
     if measured is None or measured.fused or known is None:
         return measured or known

@@ -24,7 +24,6 @@ COLUMNS = {"flashinfer": (*names.FLASHINFER, names.FUSED_FLASHINFER), "nccl": (n
 MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
 DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
 NEVER = ("LOC", "0")  # of `LEVEL`
-WITHOUT = (names.HOST, names.NCCL)  # what needs no peer access
 MAX_LINKS = 18
 
 
@@ -126,13 +125,6 @@ def have_access(device: "torch.device", environ: Mapping[str, str] = os.environ)
         return True
     pairs = itertools.permutations(range(torch.cuda.device_count()), 2)
     return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
-
-
-def measurable(access: bool) -> tuple[str, ...]:
-    """The backends that are worth measuring, in the order of `names.BACKENDS`."""
-    if access:
-        return tuple(name for name in names.BACKENDS if name != names.HOST)
-    return WITHOUT
 
 
 def _version(*distributions: str) -> str:
