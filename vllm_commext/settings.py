@@ -93,9 +93,10 @@ TOGGLES: tuple[Toggle, ...] = (
         choices=("auto", "0", "1"),
         default="auto",
         meaning=(
-            "The message queue between engine and workers. `auto` replaces vLLM's on a CPU "
-            "vLLM, x86-64 or AArch64, with all readers on one host; `1` replaces it everywhere and "
-            "logs an error where it cannot run; `0` keeps vLLM's. Set it alike on all hosts."
+            "The message queue between the engine and its workers on one host. `auto` replaces "
+            "vLLM's on a CPU vLLM, x86-64 or AArch64; `1` replaces it on GPUs, too, and logs an "
+            "error where it cannot run; `0` keeps vLLM's. A queue with readers on other hosts is "
+            "always vLLM's. Set it alike on all hosts."
         ),
     ),
     Toggle(

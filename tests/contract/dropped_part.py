@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -117,25 +116,11 @@ def queue(model: Path) -> Any:
     return [writer, reader]
 
 
-def queue_between_hosts(model: Path) -> Any:
-    """A writer whose reader on another host reads nothing, and one that nobody has joined."""
-    from vllm_commext.shm.queue import MessageQueue
-
-    alone, writer = (MessageQueue(1, 0, connect_ip=HOST) for _ in range(2))
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    meeting = threading.Thread(target=writer.wait_until_ready)
-    meeting.start()
-    reader.wait_until_ready()
-    meeting.join()
-    writer.enqueue(bytes(32 << 20), timeout=5)
-    return [alone, writer, reader]
-
-
 PARTS: dict[str, Callable[[Path], Any]] = {
     part.__name__: part
     for part in (
         *(prefill_engine, decode_engine, reusing_engine),
-        *(worker, queue, queue_between_hosts),
+        *(worker, queue),
     )
 }
 

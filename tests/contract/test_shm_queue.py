@@ -84,57 +84,52 @@ def test_a_queue_that_somebody_else_has_replaced_stays() -> None:
 
 def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
     stock = original_of(f"{STOCK}:MessageQueue")
-    ours, theirs = MessageQueue(2, 1, connect_ip="127.0.0.1"), stock(1, 1, None, 1 << 16, 2)
+    ours, theirs = MessageQueue(1, 1), stock(1, 1, None, 1 << 16, 2)
     with pytest.raises(ProtocolError, match=TOGGLE):
         stock.create_from_handle(ours.export_handle(), 0)
-    with pytest.raises(Exception, match="commext-tcp"):
-        stock.create_from_handle(ours.export_handle(), -1)
     with pytest.raises(ProtocolError, match=TOGGLE):
         MessageQueue.create_from_handle(theirs.export_handle(), 0)
 
 
 @pytest.mark.parametrize(
-    ("value", "hosts", "classes"),
+    ("hosts", "classes"),
     [
-        ("1", "one", [[OURS] * 3] * 3),
-        ("auto", "one", [[OURS] * 3, [OURS, OURS, THEIRS], [OURS, OURS, THEIRS]]),
-        ("auto", "two", [[THEIRS, THEIRS, OURS], [THEIRS] * 3, [THEIRS] * 3]),
+        ("one", [[OURS] * 3, [OURS, OURS, THEIRS], [OURS, OURS, THEIRS]]),
+        ("two", [[THEIRS, THEIRS, OURS], [THEIRS] * 3, [THEIRS] * 3]),
     ],
 )
-def test_groups_of_both_kinds(value: str, hosts: str, classes: list[list[str]]) -> None:
-    """`auto` leaves a group on two hosts to vLLM's class. Of the queues to one rank of the world
-    only that rank's own is on its host: vLLM counts one rank a host with CPUs."""
+def test_groups_of_both_kinds(hosts: str, classes: list[list[str]]) -> None:
+    """A group on two hosts is left to vLLM's class. Of the queues to one rank of the world only
+    that rank's own is on its host: vLLM counts one rank a host with CPUs."""
     script = Path(__file__).with_name("queue_group_rank.py")
     ports = (str(free_port()), str(free_port()))
-    results = ranks(script, 3, *ports, hosts, **{TOGGLE: value})
+    results = ranks(script, 3, *ports, hosts)
     total = sum(range(100_000))
     everyone = ["from 0", "from 1", "from 2"]
     received = [[total, total, everyone], [total, total, []], [total, total, []]]
     assert results == [[*each] for each in zip(classes, received, strict=True)]
 
 
-@pytest.mark.parametrize("value", ["1", "auto"])
-def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts(value: str) -> None:
+def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts() -> None:
     """Tensor, decode context and inner data parallelism; `external_writer_handle`, and `blocking`
     off. With CPUs vLLM counts one rank a host: the second one's answers come over the network."""
     script = Path(__file__).with_name("queue_coordinator_rank.py")
-    results = ranks(script, 2, str(free_port()), **{TOGGLE: value})
-    far = OURS if value == "1" else THEIRS
+    results = ranks(script, 2, str(free_port()))
     groups = ["tp:0", "dcp:0", "inner_dp_world:0", "from who is in no group"]
-    assert results == [[[OURS] * 5, [*groups, [0, 1]]], [[OURS] * 4 + [far], [*groups, []]]]
+    assert results == [[[OURS] * 5, [*groups, [0, 1]]], [[OURS] * 4 + [THEIRS], [*groups, []]]]
 
 
 @pytest.fixture
-def auto(monkeypatch: pytest.MonkeyPatch) -> type:
-    """Our queue as `auto` installs it; vLLM's class, to which it leaves what is not proven."""
+def theirs(monkeypatch: pytest.MonkeyPatch) -> type:
+    """Our queue as it is installed; vLLM's class, to which it leaves readers on other hosts."""
     stock = finding_itself(original_of(f"{STOCK}:MessageQueue"))
     monkeypatch.setattr(GroupMessageQueue, "stock", stock)
     return stock
 
 
-def test_auto_leaves_a_queue_with_readers_on_other_hosts_to_vllm(auto: type) -> None:
+def test_a_queue_with_readers_on_other_hosts_is_vllms(theirs: type) -> None:
     queue = GroupMessageQueue(2, 1, None, 1 << 16, 2, connect_ip="127.0.0.1")
-    assert type(queue) is auto
+    assert type(queue) is theirs
     assert queue.export_handle().remote_subscribe_addr.startswith("tcp://127.0.0.1:")
     assert type(GroupMessageQueue(2, 2, None, 1 << 16, 2)) is GroupMessageQueue
 
@@ -144,9 +139,9 @@ ARENA_SLOTS = 8
 
 
 @pytest.fixture
-def ends(auto: type) -> tuple[MessageQueue, MessageQueue]:
-    """Of a queue with the tensor arena, as `auto` makes them."""
-    del auto
+def ends(theirs: type) -> tuple[MessageQueue, MessageQueue]:
+    """Of a queue with the tensor arena."""
+    del theirs
     pytest.importorskip("vllm.distributed.device_communicators.shm_tensor_arena")
     queue = GroupMessageQueue(1, 1, max_chunk_bytes=1 << 20, enable_shm_tensor_arena=True)
     assert type(queue) is GroupMessageQueue
@@ -262,29 +257,19 @@ def test_what_an_arena_would_not_reproduce_does_not_go_through_it(
     assert torch.equal(got[1].dequantize(), quantized.dequantize())
 
 
-def test_auto_reads_queues_of_both_classes(auto: type) -> None:
-    theirs, ours = auto(1, 1, None, 1 << 16, 2), GroupMessageQueue(1, 1, None, 1 << 16, 2)
-    readers = [
-        GroupMessageQueue.create_from_handle(queue.export_handle(), 0) for queue in (theirs, ours)
-    ]
-    assert [type(reader) for reader in readers] == [auto, GroupMessageQueue]
+def test_queues_of_both_classes_are_read(theirs: type) -> None:
+    queues: list[Any] = [kind(1, 1, None, 1 << 16, 2) for kind in (theirs, GroupMessageQueue)]
+    readers = [GroupMessageQueue.create_from_handle(queue.export_handle(), 0) for queue in queues]
+    assert [type(reader) for reader in readers] == [theirs, GroupMessageQueue]
     with pytest.raises(ProtocolError, match="expected a handle of vllm_commext's queue"):
         GroupMessageQueue.create_from_handle(object(), 0)
-    for queue, reader in zip((theirs, ours), readers, strict=True):
+    for queue, reader in zip(queues, readers, strict=True):
         other = threading.Thread(target=reader.wait_until_ready, daemon=True)
         other.start()
         queue.wait_until_ready()
         other.join(60)
         queue.enqueue("a message", timeout=60)
         assert reader.dequeue(timeout=60) == "a message"
-
-
-def test_asked_for_by_1_vllms_handle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Another test of this process may have had vLLM load the plugin, which then is on by `auto`.
-    monkeypatch.setattr(GroupMessageQueue, "stock", None)
-    theirs = original_of(f"{STOCK}:MessageQueue")(1, 1, None, 1 << 16, 2)
-    with pytest.raises(ProtocolError, match=TOGGLE):
-        GroupMessageQueue.create_from_handle(theirs.export_handle(), 0)
 
 
 def travel(obj: object) -> tuple[Any, int]:

@@ -1,8 +1,8 @@
 """One engine whose two workers are on two hosts: network namespaces, each with its own /dev/shm.
 
 The executor of the first host writes to a queue that the second one's worker reads over the
-network, and reads that worker's answers so. With vLLM's queue, with ours, and as `auto` leaves it
-to vLLM's; and with the collectives on, which leave such a group to vLLM.
+network, and reads that worker's answers so: by vLLM's queue, to which ours leaves it. And with the
+collectives on, which leave such a group to vLLM.
 """
 
 import os
@@ -83,13 +83,13 @@ def tokens_of(server: Server) -> list[tuple[int, ...]]:
 
 def test_the_tokens_are_the_same_over_two_hosts(link: Link, model: Path, tmp_path: Path) -> None:
     answers: dict[str, list[tuple[int, ...]]] = {}
-    for toggle in ("0", "auto", "1"):
+    for toggle in ("0", "1"):
         with engine(link, toggle, {TOGGLE: toggle}, model, tmp_path) as (first, second):
             answers[toggle] = tokens_of(first)
             logs = first.log_text(), second.log_text()
         assert ["shm_queue active" in log for log in logs] == [toggle != "0"] * 2
-        assert (LEFT in logs[0]) == (toggle == "auto")
-    assert answers["0"] == answers["auto"] == answers["1"]
+        assert (LEFT in logs[0]) == (toggle == "1")
+    assert answers["0"] == answers["1"]
 
 
 def test_the_collectives_leave_two_hosts_to_vllm(link: Link, model: Path, tmp_path: Path) -> None:

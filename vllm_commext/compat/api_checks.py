@@ -90,11 +90,8 @@ _CHECKS: CheckRows = {
             has_fields(f"{QUEUES}:Handle", "local_reader_ranks", "remote_subscribe_addr"),
         ),
         "queue_place": (
-            "ranks of a host and its address are told as vLLM tells them",
-            exists(
-                "vllm.utils.network_utils:get_ip",
-                "vllm.platforms.interface:get_assigned_physical_gpu_ids",
-            ),
+            "ranks of a host are told as vLLM tells them",
+            exists("vllm.platforms.interface:get_assigned_physical_gpu_ids"),
         ),
         "queue_tensor_arena": (
             "large tensors lie in vLLM's arena where a queue is to have one",

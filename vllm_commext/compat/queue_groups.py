@@ -115,19 +115,19 @@ def create_from_process_group(
 
     rank, world_size = _place(pg)
     same_node = in_the_same_node_as(pg, source_rank=writer_rank)
-    if (stock := GroupMessageQueue.stock) is not None and not all(same_node):
+    if not all(same_node):
         if rank == writer_rank:
             logger.info(LEFT, "a group has ranks on other hosts")
         args = (max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking)
-        return stock.create_from_process_group(pg, *args)
+        return GroupMessageQueue.stock.create_from_process_group(pg, *args)
     if rank != writer_rank:
         queue = GroupMessageQueue.create_from_handle(_broadcast(pg, None, writer_rank), rank)
     elif external_writer_handle is not None:
         queue = GroupMessageQueue.create_from_handle(external_writer_handle, rank)
         _broadcast(pg, external_writer_handle, writer_rank)
     else:
-        local = [other for other, here in enumerate(same_node) if here and other != rank]
-        queue = GroupMessageQueue(world_size - 1, len(local), local, max_chunk_bytes, max_chunks)
+        others = [other for other in range(world_size) if other != rank]
+        queue = GroupMessageQueue(len(others), len(others), others, max_chunk_bytes, max_chunks)
         _broadcast(pg, queue.export_handle(), writer_rank)
     if blocking:
         queue.wait_until_ready()
@@ -194,23 +194,22 @@ class GroupMessageQueue(MessageQueue):
     """`MessageQueue` with what only a process of vLLM's can do.
 
     Attributes:
-        stock: vLLM's class, which then has the queues with readers on other hosts, for which ours
-            is not proven. None: ours has all.
+        stock: vLLM's class, which has the queues with readers on other hosts; set at install.
     """
 
     stock: ClassVar[Any] = None
 
     def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
         """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
-        if cls.stock is not None and n_reader > n_local_reader:
+        if n_reader > n_local_reader:
             logger.info(LEFT, "a queue has readers on other hosts")
             return cls.stock(n_reader, n_local_reader, *args, **more)
         return super().__new__(cls)
 
     @classmethod
     def create_from_handle(cls, handle: Any, rank: int) -> Any:
-        """The reading end for `rank` of a queue of either class."""
-        if cls.stock is not None and isinstance(handle, _stock_handle()):
+        """Make the reading end for `rank` of a queue of either class."""
+        if isinstance(handle, _stock_handle()):
             return cls.stock.create_from_handle(handle, rank)
         return super().create_from_handle(handle, rank)
 
@@ -220,13 +219,6 @@ class GroupMessageQueue(MessageQueue):
         return vllm_steps()
 
     arenas = TensorArena
-
-    @staticmethod
-    def own_ip() -> str:
-        """The address at which other hosts reach this one, as vLLM chooses it."""
-        from vllm.utils.network_utils import get_ip
-
-        return get_ip()
 
     create_from_process_group = staticmethod(create_from_process_group)
     create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)

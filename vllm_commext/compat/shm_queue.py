@@ -12,7 +12,6 @@ from typing import Any
 from vllm_commext.compat.evidence import needing_the_extension
 from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.settings import read_settings
 
 DEFINED_IN = "vllm.distributed.device_communicators.shm_broadcast"
 NAME = "MessageQueue"
@@ -41,9 +40,9 @@ def finding_itself(stock: type) -> type:
 
 
 def install() -> None:
-    """Monkey-patch the class in this process; a second call only reads the toggle anew.
+    """Monkey-patch the class in this process; a second call changes nothing.
 
-    Where the toggle is `auto`, a queue that ours is not proven for is still one of vLLM's class.
+    A queue with readers on other hosts is still one of vLLM's class.
 
     Raises:
         UnsupportedError: the native extension was not built, or somebody else has replaced vLLM's
@@ -55,10 +54,9 @@ def install() -> None:
     stock = original_of(symbol)
     if stock.__module__ != DEFINED_IN:
         raise UnsupportedError(f"vLLM's queue was replaced by {stock.__module__} already")
-    is_auto = read_settings()["shm_queue"] == "auto"
-    GroupMessageQueue.stock = finding_itself(stock) if is_auto else None
     if is_patched(row_of(symbol)):
         return
+    GroupMessageQueue.stock = finding_itself(stock)
     symbols = [row.symbol for row in INVENTORY if row.symbol.endswith(f":{NAME}")]
     modules = {symbol: sys.modules.get(symbol.partition(":")[0]) for symbol in symbols}
     bound = [symbol for symbol, module in modules.items() if getattr(module, NAME, None) is stock]

@@ -1,4 +1,4 @@
-"""The three kinds of end that a queue has: its writer, its readers here, and those on other hosts.
+"""The two kinds of end that a queue has: its writer and its readers.
 
 An end is used by one thread at a time, and not by a signal handler that interrupts its own call.
 Each waits in steps, with a line in the log after each; what raises leaves it as it was.
@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CommextTimeoutError
-from .codec import Decoder, Encoder, Record, Reducers, StepClasses
-from .remote import RemoteReader, RemoteWriter
+from .codec import Decoder, Encoder, Record, StepClasses
 from .ring import TIMEOUT, Peer, RingEnd, RingReader, RingWriter, next_steps, warning_interval
 
 logger = logging.getLogger("vllm.commext.shm")
@@ -26,14 +25,12 @@ class End:
     """One end of a queue.
 
     Attributes:
-        ring: this end of the ring; None if nobody shares memory with it.
-        remote: what talks to other hosts; None if there are none.
-        name: who this is, for the log.
+        ring: this end of the ring; None for a writer without readers.
+        name: the end's name in the log.
     """
 
     name: str
-    ring: RingEnd | None = None
-    remote: RemoteWriter | RemoteReader | None = None
+    ring: RingEnd | None
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
@@ -49,19 +46,11 @@ class End:
         """See `MessageQueue`."""
         raise RuntimeError("only a reader can dequeue")
 
-    def write_memory(self, memory: bytearray, timeout: float | None) -> None:
-        """Send memory as it is to the readers on this host."""
-        raise AssertionError("only a writer can, with local readers")
-
-    def read_memory(self, timeout: float | None, indefinite: bool) -> memoryview:
-        """Read what `write_memory` sent."""
-        raise AssertionError("only a local reader can")
-
     def wait_until_ready(self) -> None:
         """See `MessageQueue`."""
         raise NotImplementedError
 
-    def _until(self, wait: Any, ring: RingEnd) -> None:
+    def _until(self, wait: Callable[[float], int], ring: RingEnd) -> None:
         started = time.monotonic()
         while (status := wait(self._interval)) == TIMEOUT:
             missing = ring.first_missing() or ring.peers()[0]
@@ -85,32 +74,24 @@ class End:
 
 
 class Writer(End):
-    """The end that writes to the readers that share `ring` and to those that `remote` reaches; one
-    may be None."""
+    """The writing end; `ring` is None where there are no readers, `arena` takes large tensors."""
 
     def __init__(
-        self,
-        ring: RingWriter | None,
-        remote: RemoteWriter | None,
-        classes: StepClasses | None,
-        reducers: Reducers | None = None,
+        self, ring: RingWriter | None, classes: StepClasses | None, arena: Any = None
     ) -> None:
         super().__init__()
-        self.name, self.ring, self.remote = "the writer", ring, remote
+        self.name, self.ring, self.arena = "the writer", ring, arena
         if ring is not None:
             self._core = ring.core
-        encoder = Encoder(classes, reducers)
+        encoder = Encoder(classes, arena and arena.reducers())
         self._encode, self._forget_step = encoder.encode, encoder.forget
 
     def wait_until_ready(self) -> None:
-        ring, remote = self.ring, self.remote
-        if isinstance(ring, RingWriter):
+        if (ring := self.ring) is not None:
+            assert isinstance(ring, RingWriter)
             self._until(ring.core.wait_attached, ring)
             ring.wait_attached(0)
             ring.announce_ready()
-        if isinstance(remote, RemoteWriter):
-            remote.wait_attached(None)
-            remote.announce_ready()
 
     def enqueue(self, obj: object, timeout: float | None) -> None:
         if self._owns_turn():
@@ -119,16 +100,12 @@ class Writer(End):
             if not self._take_turn(False):
                 timeout = self._wait_for_turn(timeout)
             record = self._encode(obj)
-            if self.remote is not None:
-                assert isinstance(self.remote, RemoteWriter)
-                self.remote.send(record, timeout)
-                timeout = None  # remote readers will get it, so local ones must
             if self.ring is None:
                 return
             is_long = timeout is None or timeout > self._interval
             wait = self._interval if is_long else timeout
             if status := self._core.write(record, wait, is_long, False):
-                self._write_on(status, record, timeout)
+                self._write_on(status, record, timeout, self.ring)
         except BaseException:
             if self._owns_turn():  # else it is another thread's message, which is being sent
                 self._forget_step()
@@ -139,25 +116,18 @@ class Writer(End):
             except RuntimeError:  # it was never ours
                 pass
 
-    def write_memory(self, memory: bytearray, timeout: float | None) -> None:
-        assert self.ring is not None, "there are no local readers"
-        with self._turn:
-            wait = self._interval if timeout is None else min(timeout, self._interval)
-            self._write_on(self._core.write((memory,), wait, True, False), (memory,), timeout)
-
-    def _write_on(self, status: int, record: Record, timeout: float | None) -> None:
+    def _write_on(self, status: int, record: Record, timeout: float | None, ring: RingEnd) -> None:
         """Go on after the first long wait, with a line in the log after each."""
-        assert isinstance(self.ring, RingWriter)
         for waited, step, is_last in next_steps(self._interval, self._interval, timeout):
             if status != TIMEOUT:
                 break
-            self._tell("has not read", waited, self.ring.slowest_reader(), self.ring)
+            self._tell("has not read", waited, ring.slowest_reader(), ring)
             status = self._core.write(record, step, not is_last, True)
-        self.ring.check(status)
+        ring.check(status)
 
 
-class LocalReader(End):
-    """A reader that shares the writer's ring, with this place in it."""
+class Reader(End):
+    """A reading end, with this place in the ring."""
 
     def __init__(
         self, ring: RingReader, place: int, classes: StepClasses | None, arena: Any = None
@@ -194,15 +164,6 @@ class LocalReader(End):
                 pass
         return message  # not above: a handler might raise between the value and the end of the turn
 
-    def read_memory(self, timeout: float | None, indefinite: bool) -> memoryview:
-        is_short = timeout is not None and timeout < self._interval
-        wait = timeout if indefinite or is_short else self._interval
-        with self._turn:
-            record = self._core.read(wait)
-            if isinstance(record, int):
-                record = self._read_on(record, wait, timeout)
-        return memoryview(record if isinstance(record, bytes) else record[0])
-
     def _read_on(self, status: int, waited: float | None, timeout: float | None) -> Received:
         record: Received | int = status
         for so_far, step, _ in next_steps(waited, self._interval, timeout):
@@ -213,30 +174,3 @@ class LocalReader(End):
         if isinstance(record, int):
             self._reader.fail(record)
         return record
-
-
-class DistantReader(End):
-    """A reader on another host than the writer."""
-
-    def __init__(self, remote: RemoteReader, classes: StepClasses | None) -> None:
-        super().__init__()
-        self.name = "a reader on another host"
-        self.remote = self._receiver = remote
-        self._decode = Decoder(classes).decode
-
-    def wait_until_ready(self) -> None:
-        self._receiver.wait_ready(None)
-
-    def dequeue(self, timeout: float | None, indefinite: bool) -> Any:
-        if self._owns_turn():
-            raise RuntimeError(REENTERED)
-        try:
-            if not self._take_turn(False):
-                timeout = self._wait_for_turn(timeout)
-            message = self._decode(self._receiver.receive(timeout, indefinite))
-        finally:
-            try:  # noqa: SIM105 - as in enqueue
-                self._end_turn()
-            except RuntimeError:
-                pass
-        return message  # as above

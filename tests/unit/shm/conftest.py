@@ -38,12 +38,3 @@ def said() -> Callable[["subprocess.Popen[str]"], str]:
         return child.stdout.readline().strip()
 
     return next_line
-
-
-@pytest.fixture(autouse=True)
-def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queues that a test leaves behind wait for nobody."""
-    admission = pytest.importorskip(
-        "vllm_commext.shm.admission", reason="the extension is not built"
-    )
-    monkeypatch.setattr(admission, "LINGER_SECONDS", 0)

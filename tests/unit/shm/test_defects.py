@@ -29,7 +29,6 @@ from tests.kit.threads import in_thread
 from .queue_child import KIND, LARGE, SMALL, queue_class
 
 CHILD = Path(__file__).with_name("queue_child.py")
-LOCAL = "127.0.0.1"
 ENOUGH_SECONDS = 60.0  # for a wait that must end
 
 
@@ -73,17 +72,10 @@ def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda
     return results[0] if results else "it has not ended"
 
 
-def remote_pair() -> tuple[Any, Any]:
-    return _attached(queue_class()(1, 0, connect_ip=LOCAL), -1)
-
-
 def local_pair(**options: Any) -> tuple[Any, Any]:
-    return _attached(queue_class()(1, 1, **options), 0)
-
-
-def _attached(writer: Any, rank: int) -> tuple[Any, Any]:
-    """With its reader, when both are ready."""
-    reader = queue_class().create_from_handle(writer.export_handle(), rank)
+    """With both ends ready."""
+    writer = queue_class()(1, 1, **options)
+    reader = queue_class().create_from_handle(writer.export_handle(), 0)
     ready, _ = in_thread(reader.wait_until_ready)
     writer.wait_until_ready()
     ready.join(ENOUGH_SECONDS)
@@ -148,31 +140,8 @@ def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Callable[..., C
     assert f"writer (pid {child.process.pid}, dead" in str(outcome(reader.dequeue))
 
 
-def test_5_shutdown_ends_the_wait_of_a_remote_reader() -> None:
-    _writer, reader = remote_pair()
-
-    def shut_down() -> None:
-        time.sleep(0.2)
-        reader.shutdown()
-
-    assert str(outcome(reader.dequeue, meanwhile=shut_down)) == "cancelled"
-
-
-def test_6_a_remote_reader_that_stalls_loses_nothing() -> None:
-    writer, reader = remote_pair()
-    sent = 0
-    with contextlib.suppress(TimeoutError):
-        while sent < 20_000:
-            writer.enqueue(sent, timeout=0.2)
-            sent += 1
-    for number in range(sent):
-        assert reader.dequeue(timeout=5) == number
-    assert sent > 1000
-
-
-@pytest.mark.parametrize("pair", ["local", "remote"])
-def test_7_the_content_is_that_of_the_call(pair: str) -> None:
-    writer, reader = remote_pair() if pair == "remote" else local_pair(**SMALL)
+def test_5_the_content_is_that_of_the_call() -> None:
+    writer, reader = local_pair(**SMALL)
     corrupted = 0
 
     def write() -> None:
@@ -190,7 +159,7 @@ def test_7_the_content_is_that_of_the_call(pair: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["64m", "1m"])
-def test_8_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Child]) -> None:
+def test_6_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Child]) -> None:
     unshare = shutil.which("unshare")
     if not unshare or subprocess.run([unshare, "-rm", "true"], check=False).returncode:
         pytest.skip("this machine does not let us mount a /dev/shm of our own")
@@ -199,7 +168,7 @@ def test_8_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Chil
     assert child.said() == "done"
 
 
-def test_9_a_busy_reader_does_not_grow(start: Callable[..., Child]) -> None:
+def test_7_a_busy_reader_does_not_grow(start: Callable[..., Child]) -> None:
     writer = queue_class()(1, 1)
     child = start("read_and_answer", writer.export_handle())
     assert child.said() == "attached"
@@ -213,7 +182,7 @@ def test_9_a_busy_reader_does_not_grow(start: Callable[..., Child]) -> None:
     assert (pages[3] - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 100_000
 
 
-def test_10_a_forked_child_changes_nothing() -> None:
+def test_8_a_forked_child_changes_nothing() -> None:
     writer = queue_class()(1, 1)
     pid = os.fork()
     if pid == 0:
@@ -226,7 +195,7 @@ def test_10_a_forked_child_changes_nothing() -> None:
     assert reader.dequeue(timeout=10) == "still there"
 
 
-def test_11_a_killed_creator_leaves_nothing(
+def test_9_a_killed_creator_leaves_nothing(
     start: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))

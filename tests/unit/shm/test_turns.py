@@ -14,7 +14,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from tests.kit.threads import in_thread
 from vllm_commext.shm.codec import StepClasses
-from vllm_commext.shm.ends import LocalReader, Writer
+from vllm_commext.shm.ends import Reader, Writer
 from vllm_commext.shm.queue import MessageQueue
 
 from .test_steps import CLASSES, exactly, step
@@ -66,7 +66,7 @@ def test_a_handler_that_raises_at_any_point_leaves_the_end_free(end: str) -> Non
         queue = writer if end == "writer" else reader
         work = partial(writer.enqueue, "x", 1) if end == "writer" else partial(reader.dequeue, 0)
         before = sys.gettrace()
-        method = Writer.enqueue if end == "writer" else LocalReader.dequeue
+        method = Writer.enqueue if end == "writer" else Reader.dequeue
         sys._getframe().f_trace_opcodes = True  # Python 3.12 wants to know of some before it traces
         try:
             sys.settrace(raising_after(method.__code__, count))
