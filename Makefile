@@ -104,7 +104,7 @@ attack: env ## Attacks on the real proxy and on side channels, each judged by wh
 fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
 	$(BIN)/python -m tests.chaos.fuzz --seed $(SEED)
 
-mutants: env ## Whether unit tests notice flipped operators and constants, 60 a target; SEED=1
+mutants: env ## Flipped operators and constants that the unit tests notice, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
 lint: env ## ruff, pyright, who may import whom, and the budgets of tools/budgets.toml
