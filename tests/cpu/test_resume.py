@@ -131,7 +131,8 @@ class Servers:
         self.routing = Routing(
             folder,
             {"prefill": self.prefill, "first": self.first, "second": self.second},
-            ["--move-pause", "120", *args],
+            args,
+            {"move_pause_seconds": 120.0},
         )
         self.routing.assign(prefill="prefill", first="decode")
         with self.routing.proxy:
@@ -241,9 +242,7 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
         scrape(one.url).minus(before[one.name]) for one in (servers.first, servers.second)
     )
     num_more = left.total(ENDED, finished_reason="length") - (len(names) - num_moved)
-    num_repeated = sum(map(servers.goes_on, names)) * servers.reuses * moves
-    # An engine may also end an answer while the other one answers beside it.
-    assert 0 <= num_more <= num_repeated + num_moved
+    assert 0 <= num_more <= num_moved  # until it is let go, the first one goes on with those
     assert took.total(ENDED, finished_reason="length") >= num_moved
     goes_on = [name for name in gone if servers.goes_on(name)]
     num_read = len(goes_on) * servers.reuses

@@ -119,13 +119,17 @@ class Routing:
     """A proxy whose engines and their roles are those of a file."""
 
     def __init__(
-        self, folder: Path, engines: Mapping[str, Server], proxy_args: Sequence[str] = ()
+        self,
+        folder: Path,
+        engines: Mapping[str, Server],
+        proxy_args: Sequence[str] = (),
+        values: Mapping[str, float] | None = None,
     ) -> None:
         self._engines = engines
         self._file = folder / "engines.json"
         self.roles: dict[str, str] = {}
         args = [*PROXY_ARGS, *proxy_args, "--engines-file", str(self._file)]
-        self.proxy = ProxyServer("fleet", [], [], folder, args=args)
+        self.proxy = ProxyServer("fleet", [], [], folder, args=args, values=values)
 
     def assign(self, **roles: str) -> None:
         """From now on these engines, by name, have these roles; the others get nothing."""

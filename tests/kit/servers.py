@@ -328,7 +328,8 @@ class VllmServer(Server):
 
 
 class ProxyServer(Server):
-    """``vllm-commext proxy`` in front of prefill and decode servers, given by their URLs."""
+    """``vllm-commext proxy`` in front of prefill and decode servers, given by their URLs. values:
+    those of its configuration that have no option."""
 
     def __init__(
         self,
@@ -339,20 +340,16 @@ class ProxyServer(Server):
         *,
         port: int | None = None,
         args: Sequence[str] = (),
+        values: Mapping[str, float] | None = None,
         environ: Mapping[str, str | None] | None = None,
         ready_seconds: float = 60.0,
     ) -> None:
         chosen = free_port() if port is None else port
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_commext",
-            "proxy",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(chosen),
-        ]
+        program = ["-m", "vllm_commext", "proxy"]
+        if values:
+            tuned = [f"{one}={value:g}" for one, value in values.items()]
+            program = [str(Path(__file__).with_name("tuned_proxy.py")), *tuned, "--"]
+        command = [sys.executable, *program, "--host", LOOPBACK, "--port", str(chosen)]
         for option, urls in (("--prefill", prefill_urls), ("--decode", decode_urls)):
             for url in urls:
                 command += [option, url]

@@ -33,7 +33,7 @@ _GROUPS = {
     "health and failures": (
         *("health_interval_seconds", "health_timeout_seconds", "health_fall", "health_rise"),
         *("engine_wait_seconds", "engine_lost_seconds", "request_attempts", "prefill_attempts"),
-        *("decode_attempts", "resume", "resume_bytes", "move", "move_pause_seconds"),
+        *("decode_attempts", "resume", "resume_bytes", "move"),
     ),
     "timeouts": (
         *("connect_timeout_seconds", "prefill_timeout_seconds", "decode_timeout_seconds"),
@@ -54,6 +54,8 @@ _GROUPS = {
 
 
 GONE = {
+    "--move-pause": "a stream that leaves a draining engine pauses for 5 s at most; --no-move "
+    "leaves it there",
     "--workers": "start several proxies with --reuse-port on one --port, or behind a balancer",
 }
 """Options of earlier releases: what to use instead."""
@@ -215,7 +217,8 @@ def _add_placement(add: Callable[..., None]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. 0: ended by one; 1: could not listen; 2: wrong options."""
     try:
-        values = {option.name: getattr(args, option.name) for option in fields(ProxyConfig)}
+        names = [option.name for option in fields(ProxyConfig) if hasattr(args, option.name)]
+        values = {name: getattr(args, name) for name in names}
         config = ProxyConfig(**values)
     except ConfigError as error:
         return _fail(2, str(error))

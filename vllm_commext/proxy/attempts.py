@@ -136,10 +136,6 @@ class Attempts:
         engine = self.opened and self.opened.engine
         return any(one.usable and one is not engine for one in self._decode.engines)
 
-    def can_warm(self) -> bool:
-        """Whether any decode engine that may be chosen caches what a request leaves there."""
-        return all(one.capabilities.caches for one in self._decode.engines if one.usable)
-
     def places_at(self, engine: Engine) -> list[SideChannelFields]:
         """Side channels of an engine that has the answer so far, where any decode engine that may
         be chosen can read that; none where one cannot."""

@@ -24,7 +24,12 @@ def _file(meaning: str) -> Any:
 
 
 def _option(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
+    return field(default=default, metadata={"help": meaning, "number": True})
+
+
+def _number(value: Any) -> Any:
+    """A value without an option."""
+    return field(default=value, metadata={"number": True})
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,8 @@ class ProxyConfig:
         512 * MIB, "bytes of request bodies at a time; one more is refused with 503"
     )
     resume_bytes: int = _option(256 * MIB, "bytes of requests and answers kept to resume streams")
-    move_pause_seconds: float = _option(
-        5.0, "pause that a stream may take to leave an engine that drains, else it ends there"
-    )
+    move_pause_seconds: float = _number(5.0)
+    """Longest pause of a stream that leaves an engine that drains; else it ends there."""
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
     max_connections: int = _option(
         4096, "client connections at a time; beyond, the one idle longest is closed"
@@ -135,7 +139,7 @@ class ProxyConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 (any free port) to 65535, got {self.port}")
         for option in fields(self):
-            if "help" in option.metadata:
+            if "number" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
         if self.stream_chunks not in MODES:
             raise ConfigError(

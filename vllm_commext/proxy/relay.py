@@ -49,21 +49,10 @@ class _GivenUpError(Exception):
     """The engine says in a stream that it has given it up, or another one continues otherwise."""
 
 
-PACE = 2.0
-"""Between events sent while more are held back, times what is between the engine's."""
-_GAIN = 0.1
-_END = b"\n\n"
 LEFT = "left"
 """Kind of the failure of a stream that has been told to leave its engine, and can go on there."""
 Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
 """Gives the rest of a stream that has failed so, from another engine; None where there is none."""
-
-
-def seconds_to_next(gap: float, since: float) -> float:
-    """For which an event is held back, where engines' events come every *gap* seconds and the
-    client got one *since*: none where the event came late by itself, so that a slow step of the
-    engine does not take longer for being paced."""
-    return max(0.0, PACE * gap - since)
 
 
 class Relay:
@@ -95,14 +84,7 @@ class Relay:
         self._is_engines_turn = False
         self._watch: StreamWatch | None = None
         self._leaves = False
-        self._least_gap: float | None = None
-        self._later, self._gap, self._sent = b"", 0.0, 0.0
         self.has_sent_end = False
-
-    def pace(self, gap: float | None) -> None:
-        """Hold events back, so that they come more slowly than they do, and than one every *gap*
-        seconds, or no more."""
-        self._least_gap = gap
 
     def leave(self) -> None:
         """Stop once the client has what has come, and go on as *resuming* says."""
@@ -139,7 +121,7 @@ class Relay:
         except EngineLostError as error:
             return failure_of(self._opened.engine, error, idle_seconds, self._lost())
         except LeftError:
-            self._leaves, self._opened.first = False, self._later
+            self._leaves, self._opened.first = False, b""
             return ProxyError(503, LEFT, f"{self._opened.engine.name} drains")
         except _UnfinishedError:
             return bad_answer(self._opened.engine, "a stream without the event that ends it")
@@ -154,7 +136,7 @@ class Relay:
             logger.exception("unexpected error in the midst of an answer")
             return ProxyError(500, "internal", "unexpected error; see the proxy's log")
         finally:
-            self._watch, self._least_gap, self._later = None, None, b""
+            self._watch = None
         return None
 
     def _lost(self) -> Losses:
@@ -178,7 +160,6 @@ class Relay:
                 ready = with_cached_tokens(ready, cached_tokens)
             if ready:
                 await response.write(ready)
-                self._sent = asyncio.get_running_loop().time()
                 self.has_sent_end = ready.rstrip().endswith(DONE)
             if transcript is not None and transcript.has_failed:
                 raise _GivenUpError
@@ -186,11 +167,6 @@ class Relay:
             watch.reading()
             if self._leaves:
                 raise LeftError
-            if self._later:
-                ready = await self._next_later()
-                self._is_engines_turn = False
-                watch.writing()
-                continue
             piece = await read()
             is_open = bool(piece)
             self._is_engines_turn = False
@@ -201,11 +177,7 @@ class Relay:
                 ready = cutter.feed(piece)
                 if answer is not None:
                     answer.go_on(piece.count(b"\n\n"), watch.since)
-                if self._least_gap is not None:  # when it came is not known
-                    ready, self._later = b"", ready
-                else:
-                    on_gap(watch.since - arrived)
-                    self._gap += _GAIN * (watch.since - arrived - self._gap)
+                on_gap(watch.since - arrived)
                 arrived = watch.since
             else:
                 ready = cutter.rest()
@@ -213,18 +185,6 @@ class Relay:
                 if self._opened.has_end and not is_end:
                     raise _UnfinishedError
         await response.write_eof()
-
-    async def _next_later(self) -> bytes:
-        """The next event that was held back, at its time, which may have passed; all, if no more
-        are."""
-        if self._least_gap is not None:
-            now, gap = asyncio.get_running_loop().time(), max(self._gap, self._least_gap)
-            await asyncio.sleep(seconds_to_next(gap, now - self._sent))
-        if self._least_gap is None:
-            ready, self._later = self._later, b""
-            return ready
-        event, _, self._later = self._later.partition(_END)
-        return event + _END
 
     def _begin(self, extra_headers: Mapping[str, str]) -> web.StreamResponse:
         upstream = self._opened.response

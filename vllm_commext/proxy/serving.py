@@ -344,7 +344,7 @@ class Service:
         relay = Relay(
             request, opened, self._config, gaps, attempts.losses, attempts.transcript, go_on
         )
-        mover.stop, mover.pace = relay.leave, relay.pace
+        mover.stop = relay.leave
         mover.watch(opened)
         try:
             relayed = await relay.run(told)

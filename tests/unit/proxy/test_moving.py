@@ -4,16 +4,16 @@ way the client gets each token once."""
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from vllm_commext.proxy import moving
+from vllm_commext.proxy import moving, serving
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import read_capabilities
-from vllm_commext.proxy.relay import Relay, seconds_to_next
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.transcript import ANSWER
 
@@ -77,10 +77,9 @@ class Engines:
         await call.end_stream()
 
 
-NOTHING, COMPUTED, READ = "stopped", "computed", "read"
-AHEAD = (NOTHING, COMPUTED, READ)
-"""What the other engine goes on from: what it computes, and P has, once the stream has stopped, as
-engines cache no prefixes; the same while the stream goes on; what it reads from the first one."""
+COMPUTED, READ = "computed", "read"
+AHEAD = (COMPUTED, READ)
+"""Where the other engine has the prompt from: a prefill engine, or the first one."""
 
 
 def tell(cluster: Any, ahead: str) -> None:
@@ -88,7 +87,7 @@ def tell(cluster: Any, ahead: str) -> None:
     for engine in cluster.proxy.decode_pool.engines:
         known = engine.capabilities
         ranks = tuple(replace(rank, reuse=ahead == READ) for rank in known.ranks)
-        engine.capabilities = replace(known, caches=ahead != NOTHING, ranks=ranks)
+        engine.capabilities = replace(known, caches=ahead == READ, ranks=ranks)
 
 
 async def beginning(response: Any, count: int) -> bytes:
@@ -263,113 +262,34 @@ async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> No
         assert (Told(got).text, Told(got).resumed) == ("abcd", [1])
 
 
-@pytest.mark.parametrize(
-    ("since", "expected"), [(0.0, 0.032), (0.016, 0.016), (0.032, 0.0), (0.05, 0.0)]
-)
-def test_a_slow_step_does_not_take_longer_for_being_paced(since: float, expected: float) -> None:
-    assert seconds_to_next(0.016, since) == pytest.approx(expected)
+class Prefills:
+    """A prefill engine that computes a stream's prompt, and then hangs, while the first decode
+    engine ends its answer."""
+
+    def __init__(self, kit: Any, engines: Engines) -> None:
+        self.kit, self.engines, self.num = kit, engines, 0
+
+    async def behave(self, call: Any) -> None:
+        self.num += 1
+        if self.num > 1:
+            self.engines.release.set()
+            await self.kit.hanging(call)
+        await self.kit.prefill_ok(call)
 
 
-class Beside(Engines):
-    """The first engine says one token each time it is let on; the other one repeats what it is
-    told, and goes on once the client has more than that, with *answers* in turn."""
-
-    def __init__(self, *answers: Sequence[tuple[int, str]]) -> None:
-        super().__init__(COMPLETIONS)
-        self.answers = list(answers)
-        self.is_on = asyncio.Semaphore(0)
-        self.has_more = asyncio.Event()
-
-    async def first(self, call: Any) -> None:
-        await call.begin_stream()
-        for number, token in enumerate(ANSWERED, 1):
-            if number > 2:
-                await self.is_on.acquire()
-            end = "stop" if number == len(ANSWERED) else None
-            await call.chunk(event(0, self.path, [token], end))
-        await call.chunk(DONE)
-        await call.end_stream()
-
-    async def second(self, call: Any) -> None:
-        self.is_on.release()
-        await self.has_more.wait()
-        self.answer = self.answers.pop(0)
-        await super().second(call)
-
-
-async def drained_early(cluster: Any, engines: Beside) -> bytes:
-    """What a client gets whose engine is drained once it has two tokens, and which gets one more
-    while the other engine is asked."""
-    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-        got = b""
-        while got.count(b"\n\n") < 3:
-            got += await response.content.readany()
-            if got.count(b"\n\n") == 2:
-                cluster.proxy.registry.drain(frozenset((cluster.decode[0].url,)))
-        engines.has_more.set()
-        got += await response.read()
-    await cluster.idle()
-    return got
-
-
-async def drained_while_one_hangs(kit: Any, cluster: Any, engines: Beside, num_more: int) -> bytes:
-    """All that a client gets whose engine is drained once it has two tokens, where the other engine
-    repeats these alone each time it is asked. The first one may say a token more when it is asked,
-    and so many when it has repeated them."""
-    first, second = cluster.decode
-
-    async def hangs(call: Any) -> None:
-        engines.is_on.release()
-        await engines.has_more.wait()
-        await call.begin_stream()
-        await call.chunk(event(1, COMPLETIONS, ANSWERED[:2], None))
-        for _ in range(num_more):
-            engines.is_on.release()
-        await kit.hanging(call)
-
-    first.behave, second.behave = engines.first, hangs
-    return await drained_early(cluster, engines)
-
-
-async def test_the_client_goes_on_while_the_other_engine_is_asked(kit: Any) -> None:
-    engines = Beside(ANSWERED)
+async def test_an_answer_that_ends_while_its_move_is_prepared_is_counted(kit: Any) -> None:
+    engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2) as cluster:
-        tell(cluster, COMPUTED)
-        cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
-        got = Told(await drained_early(cluster, engines))
-        assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
-        told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
-        assert told == [[1, 2]]
-        assert 'moves_total{result="resumed"} 1.0' in await cluster.metrics()
-
-
-async def test_an_answer_that_goes_on_otherwise_there_stops_first(kit: Any) -> None:
-    """The client has what the first engine said meanwhile, and of the other's answer to that the
-    rest."""
-    otherwise = [*ANSWERED[:2], (8, "x"), (9, "y")]
-    engines = Beside(otherwise, [*ANSWERED[:3], (7, "z")])
-    async with kit.cluster(num_decode=2) as cluster:
-        tell(cluster, COMPUTED)
-        cluster.decode[0].behave, cluster.decode[1].behave = engines.first, engines.second
-        got = Told(await drained_early(cluster, engines))
-        assert (got.text, got.is_whole, got.resumed) == ("abcz", True, [1])
-        told = [call.body["kv_transfer_params"][ANSWER] for call in cluster.decode[1].calls]
-        assert told == [[1, 2], [1, 2, 3]]
-
-
-async def test_an_answer_that_ends_while_the_other_engine_is_asked_is_counted(kit: Any) -> None:
-    engines = Beside()
-    async with kit.cluster(num_decode=2) as cluster:
-        tell(cluster, COMPUTED)
-        got = Told(await drained_while_one_hangs(kit, cluster, engines, len(ANSWERED)))
+        cluster.prefill[0].behave = Prefills(kit, engines).behave
+        got = Told(await drained(cluster, engines, {}, Resume.ENDING))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
-        assert 'moves_total{result="ending"} 1.0' in await cluster.metrics()
+        assert cluster.decode[1].calls == []
 
 
 async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other engine answers beside; what waits for that to end is told that the client left."""
+    """Its move is being prepared; what waits for that to end is told that the client left."""
     has_ended = asyncio.Event()
 
     async def wait_long(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -378,48 +298,65 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(moving, "end_tasks", wait_long)
-    engines = Beside()
+    engines = Engines(COMPLETIONS)
+    async with kit.cluster(num_decode=2) as cluster:
+        first, prefill = cluster.decode[0], cluster.prefill[0]
+        first.behave, prefill.behave = engines.first, Prefills(kit, engines).behave
+        body, leaving = {"prompt": "hello", "stream": True}, {"Connection": "close"}
+        async with cluster.post(body, COMPLETIONS, headers=leaving) as response:
+            got = await beginning(response, 2)
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            while not got.endswith(DONE):
+                got += await response.content.readany()
+            await has_ended.wait()
+        assert Told(got).text == "abcd"
+        await cluster.idle()
+        await kit.until(lambda: prefill.num_left == 1, "the prefill engine to be left")
+        assert [one.in_flight for one in cluster.proxy.registry.engines] == [0, 0, 0]
+        assert 'outcome="client_gone"' not in await cluster.metrics()
+
+
+async def test_streams_move_a_few_at_a_time(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has begun to leave goes on at the other engine before the next one stops."""
+    monkeypatch.setattr(serving, "MAX_MOVES", 1)
+    engines, num_asked, lets = Engines(COMPLETIONS), 0, asyncio.Semaphore(0)
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, READ)
         first, second = cluster.decode
 
-        async def hangs(call: Any) -> None:
-            await call.begin_stream()
-            await call.chunk(event(1, COMPLETIONS, ANSWERED[:2], None))
-            for _ in ANSWERED[2:]:
-                engines.is_on.release()
-            await kit.hanging(call)
+        async def repeats(call: Any) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await lets.acquire()
+            await engines.second(call)
 
-        first.behave, second.behave = engines.first, hangs
-        body, leaving = {"prompt": "hello", "stream": True}, {"Connection": "close"}
-        async with cluster.post(body, COMPLETIONS, headers=leaving) as response:
-            got = b""
-            while not got.endswith(DONE):
-                got += await response.content.readany()
-                if got.count(b"\n\n") == 2:
-                    cluster.proxy.registry.drain(frozenset((first.url,)))
-            await has_ended.wait()
-        assert Told(got).text == "abcd"
-        await cluster.idle()
-        await kit.until(lambda: second.num_left == 1, "the other engine to be left")
-        assert [one.in_flight for one in cluster.proxy.decode_pool.engines] == [0, 0]
-        assert 'outcome="client_gone"' not in await cluster.metrics()
+        first.behave, second.behave = engines.first, repeats
+        cluster.proxy.registry.drain(frozenset((second.url,)))
+        async with AsyncExitStack() as stack:
+            body = {"prompt": "hello", "stream": True}
+            streams = [await stack.enter_async_context(cluster.post(body)) for _ in range(3)]
+            begun = [await beginning(one, 2) for one in streams]
+            cluster.proxy.registry.drain(frozenset((first.url,)))
+            for number in (1, 2, 3):
+                await kit.until(lambda number=number: num_asked == number, "the next one to stop")
+                await asyncio.sleep(0.05)
+                assert num_asked == number
+                lets.release()
+            got = [a + await b.read() for a, b in zip(begun, streams, strict=True)]
+        assert [(Told(one).text, Told(one).resumed) for one in got] == [("abcd", [1])] * 3
 
 
 WHOLE = [(number, "x") for number in range(1, 600)]
 
 
-def says(engine: int, seconds: float, repeats_after: float = 0.0, begins_after: float = 0.0) -> Any:
-    """An engine that says a token each so many seconds; what it is told it repeats after so many,
-    and goes on after so many more."""
+def says(engine: int, seconds: float) -> Any:
+    """An engine that says a token each so many seconds, after it has repeated what it is told."""
 
     async def behave(call: Any) -> None:
         told = len(call.body["kv_transfer_params"].get(ANSWER, ()))
         await call.begin_stream()
         if told:
-            await asyncio.sleep(repeats_after)
             await call.chunk(event(engine, COMPLETIONS, WHOLE[:told], None))
-            await asyncio.sleep(begins_after)
         for token in WHOLE[told:-1]:
             await asyncio.sleep(seconds)
             await call.chunk(event(engine, COMPLETIONS, [token], None))
@@ -429,87 +366,19 @@ def says(engine: int, seconds: float, repeats_after: float = 0.0, begins_after: 
     return behave
 
 
-async def moved_after(kit: Any, cluster: Any, count: int) -> Told:
-    """What a client gets whose engine is drained after so many tokens, and let go of."""
-    first, _ = cluster.decode
-    async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
-        got = await beginning(response, count)
-        cluster.proxy.registry.drain(frozenset((first.url,)))
-        await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
-        return Told(got + await response.read())
-
-
-async def test_an_engine_that_says_less_in_the_same_time_catches_up(kit: Any) -> None:
-    """As where nearly all streams have left the old one: the client waits for the new one."""
-    async with kit.cluster(num_decode=2, move_pause_seconds=1.0) as cluster:
-        tell(cluster, READ)
-        first, second = cluster.decode
-        first.behave, second.behave = says(0, 0.002), says(1, 0.008, 0.05)
-        got = await moved_after(kit, cluster, 100)
-        assert (got.text, got.resumed) == ("x" * len(WHOLE), [1])
-        assert len(second.calls) == 1
-
-
-async def test_the_pace_is_that_of_an_engine_which_goes_on(
-    kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine repeats what it is told at once, and goes on when it has read its KV cache."""
-    paces: list[float] = []
-    pace = Relay.pace
-
-    def note(relay: Relay, gap: float | None) -> None:
-        paces.append(gap or 0.0)
-        pace(relay, gap)
-
-    monkeypatch.setattr(Relay, "pace", note)
-    async with kit.cluster(num_decode=2) as cluster:
-        tell(cluster, READ)
-        first, second = cluster.decode
-        first.behave, second.behave = says(0, 0.005), says(1, 0.005, 0.0, 1.0)
-        got = await moved_after(kit, cluster, 50)
-        assert (got.text, got.resumed) == ("x" * len(WHOLE), [1])
-        assert len(second.calls) == 1
-    assert 0.0 < max(paces) < 0.2
-
-
-async def test_what_was_held_back_is_not_lost(kit: Any) -> None:
-    """The other engine tells a token, and no more, and then fails; the first one has said many
-    meanwhile, which the client has not got yet."""
-    async with kit.cluster(num_decode=2, move_pause_seconds=0.3) as cluster:
-        tell(cluster, COMPUTED)
-        first, second = cluster.decode
-
-        async def hangs(call: Any) -> None:
-            if len(second.calls) > 1:
-                await call.answer(500, b"{}")
-                return
-            told = len(call.body["kv_transfer_params"][ANSWER])
-            await asyncio.sleep(0.05)
-            await call.begin_stream()
-            await call.chunk(event(1, COMPLETIONS, WHOLE[: told + 1], None))
-            await kit.hanging(call)
-
-        first.behave, second.behave = says(0, 0.004), hangs
-        got = Told(await drained_early(cluster, Beside()))
-        assert (got.text, got.is_whole, got.resumed) == ("x" * len(WHOLE), True, [])
-        assert len(second.calls) == 2
-
-
 @pytest.mark.parametrize("ahead", AHEAD)
 async def test_the_policy_of_placement_knows_of_moves(kit: Any, ahead: str) -> None:
-    """What was computed for another engine is not counted as unread for ever, and the new engine
-    is known to answer when it does, not only when the client is told of it."""
+    """What was computed for another engine is not counted as unread for ever."""
     async with kit.cluster(num_decode=2, prompt_order="shortest") as cluster:
         tell(cluster, ahead)
         first, second = cluster.decode
         old, new = (one.load for one in cluster.proxy.decode_pool.engines)
-        first.behave, second.behave = says(0, 0.002), says(1, 0.002, 0.05)
+        first.behave, second.behave = says(0, 0.002), says(1, 0.002)
         async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
             got = await beginning(response, 50)
             cluster.proxy.registry.drain(frozenset((first.url,)))
             await kit.until(lambda: not old.answers, "the first engine to be let go")
-            (answer,) = new.answers
-            assert answer.tokens > 1 or ahead == NOTHING
+            assert len(new.answers) == 1
             got += await response.read()
         assert (Told(got).text, Told(got).resumed) == ("x" * len(WHOLE), [1])
         await cluster.idle()
