@@ -114,9 +114,8 @@ lint: env ## ruff, pyright, who may import whom, and the budgets of tools/budget
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/budgets.py
 
-docs: env ## Write the generated pages under docs/, the tables of README.md and docs/performance.md, and the picture
+docs: env ## Write the tables of docs/ that the code defines, and the operator's alert rules
 	$(BIN)/python tools/generate_docs.py
-	$(BIN)/python tools/readme_figures.py
 
 env: ## The environment for everything above, in .venv
 	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)

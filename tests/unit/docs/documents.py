@@ -1,4 +1,4 @@
-"""Finds the shell commands in the documents: in blocks, indented by four spaces or fenced."""
+"""The documents for a reader, and the shell commands in them: indented by four spaces or fenced."""
 
 import re
 import shlex
@@ -23,43 +23,41 @@ class Command:
 
     Attributes:
         place: document and line, for messages.
-        text: without remark and prompt, lines that go on joined.
         environment: what stands before it, ``NAME=value``.
         words: the program and its arguments.
     """
 
     place: str
-    text: str
     environment: dict[str, str]
     words: tuple[str, ...]
 
 
 def documents() -> list[Path]:
-    """Every document with commands for a reader."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-    return [*top, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+    """Every document, results of benchmarks aside."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    return sorted([*found, *ROOT.glob("csrc/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def blocks(text: str) -> Iterator[list[tuple[int, str]]]:
     """Each block's lines with their numbers, without its indentation."""
     block: list[tuple[int, str]] = []
     fenced, before = False, ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if FENCE.match(line.strip()):
-            fenced = not fenced
-            if block:
-                yield block
-            block = []
-        elif fenced:
+    for number, line in enumerate([*text.splitlines(), "."], 1):
+        is_fence = FENCE.match(line.strip()) is not None
+        is_indented = line.startswith("    ") and line.strip() and (block or not before.strip())
+        if fenced and not is_fence:
             block.append((number, line))
-        elif line.startswith("    ") and line.strip() and (block or not before.strip()):
+        elif is_indented and not is_fence:
             block.append((number, line[4:]))
         elif block and line.strip():
             yield block
             block = []
+        fenced ^= is_fence
         before = line
-    if block:
-        yield block
 
 
 def joined(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -76,9 +74,8 @@ def joined(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 def parse(place: str, line: str) -> Command | None:
     """The command on a line, None where it holds none."""
-    text = REMARK.sub("", re.sub(r"(^|\s)#.*$", "", line)).strip()
     try:
-        words = shlex.split(text)
+        words = shlex.split(REMARK.sub("", re.sub(r"(^|\s)#.*$", "", line)).strip())
     except ValueError:  # an apostrophe in something that a program printed
         return None
     environment: dict[str, str] = {}
@@ -86,18 +83,13 @@ def parse(place: str, line: str) -> Command | None:
         environment[match[1]] = words.pop(0)[match.end() :]
     if not words or words[0] not in PROGRAMS:
         return None
-    return Command(place, text, environment, tuple(words))
+    return Command(place, environment, tuple(words))
 
 
-def commands(path: Path) -> list[Command]:
+def commands(path: Path) -> Iterator[Command]:
     """Every command of a document; a chain by ``&&`` is one."""
-    name = path.relative_to(ROOT).as_posix()
-    found: list[Command] = []
     for block in blocks(path.read_text(encoding="utf-8")):
-        if any("+--" in line for _, line in block):
-            continue  # a drawing
         for number, line in joined(block):
-            command = parse(f"{name}:{number}", line)
-            if command is not None:
-                found.append(command)
-    return found
+            command = parse(f"{name_of(path)}:{number}", line)
+            if command is not None and not any("+--" in text for _, text in block):
+                yield command

@@ -1,0 +1,65 @@
+"""Links lead to files and headings, and tests and attacks that a document names are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.attack.__main__ import ATTACKS
+from tests.attack.refused import NAME
+from tests.unit.docs.documents import ROOT, documents, name_of
+
+LINK = re.compile(
+    r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)|^\[[\w .-]+\]: ([^#\s]+)#(\S+)$", re.M
+)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+SET = re.compile(r'<a id="([^"]+)"></a>')
+SURFACES = ROOT / "docs" / "ports_and_security.md"
+
+
+def slug(heading: str) -> str:
+    """What GitHub makes of a heading."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = page.read_text(encoding="utf-8")
+    return {slug(heading) for heading in HEADING.findall(text)} | set(SET.findall(text))
+
+
+@pytest.mark.parametrize("path", documents(), ids=name_of)
+def test_what_a_document_links_to_and_names_is_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for link, anchor, defined, of_defined in LINK.findall(text):
+        name, wanted = link or defined, anchor or of_defined
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{path.name}: {name} is not there"
+        if wanted and target.suffix == ".md":
+            assert wanted in anchors(target), f"{path.name}: {name}#{wanted} is not there"
+    tests = re.findall(r"\btests/[\w/]+\.py\b", text)
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
+
+
+def table(head: str) -> list[list[str]]:
+    """The cells of the rows below *head*."""
+    _, _, rest = SURFACES.read_text().partition(f"{head}\n|---")
+    rows = rest.partition("\n\n")[0].splitlines()[1:]
+    return [row.strip("| ").split(" | ") for row in rows]
+
+
+def test_each_bound_of_the_side_channel_has_a_test() -> None:
+    rows = table("| what | bound | beyond it | test |")
+    attacks = {attack.name for attack in ATTACKS}
+    assert rows
+    for row in rows:
+        named = re.findall(r"`([^`]+)`", row[-1])
+        assert named
+        assert all(name in attacks or (ROOT / name).is_file() for name in named)
+
+
+def test_each_attack_has_a_surface() -> None:
+    rows = [*table("| surface | tests | attacks |"), *table("| what | bound | beyond it | test |")]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row[-1])}
+    attacks = {attack.name.removesuffix("_secret") for attack in ATTACKS} | {NAME}
+    assert attacks <= named

@@ -1,0 +1,67 @@
+"""README.md is true of the code, and the generated tables are current."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+from cpu_env import NIXL
+
+from tests.unit.docs.documents import ROOT
+from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.settings import TOGGLES
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = " ".join(README.split())
+FAILURES = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+DEFECTS = (ROOT / "tests" / "cpu" / "test_defects.py").read_text()
+MAX_LINES, MAX_COLUMNS, MAX_TABLE_COLUMNS = 130, 120, 160
+CONNECTOR = ConnectorConfig(side_channel_host="", side_channel_port=0)
+
+
+def test_the_generated_tables_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "generate_docs.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"run `make docs`: {done.stdout}{done.stderr}"
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > MAX_COLUMNS and line[0] not in "|!"] == []
+    assert [line for line in lines if len(line) > MAX_TABLE_COLUMNS] == []
+
+
+def test_the_readmes_defaults_are_those_of_the_code() -> None:
+    defaults = {toggle.name: toggle.default for toggle in TOGGLES}
+    named = dict(re.findall(r"^\|[^|]+\| `(VLLM_COMMEXT_\w+)` \| (\w+) \|", README, re.MULTILINE))
+    assert named == {name: defaults[name] for name in named}
+    parts = {"NIXL", "ALLREDUCE", "SHM_QUEUE", "CPU_COLLECTIVES", "REDUCE_RMS"}
+    assert set(named) == {f"VLLM_COMMEXT_{part}" for part in parts}
+    lease = f"until {CONNECTOR.kv_lease_duration:g} s after the decode engine's last heartbeat"
+    assert lease in PROSE
+    assert f"error at `transfer_timeout`; default {CONNECTOR.transfer_timeout:g} s |" in README
+
+
+def test_the_readmes_versions_are_those_of_the_environment() -> None:
+    vllm = re.search(r"^VLLM \?= (\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert vllm
+    assert f"(vLLM {vllm[1]}'s Python files on the compiled parts of CPU vLLM " in PROSE
+    assert f"nixl=={NIXL}" in README
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')}" in PROSE
+
+
+def test_each_fault_has_its_row_and_each_row_its_test() -> None:
+    anchors = re.findall(r"^\| \[[^]]+\]\(docs/failures\.md#([\w-]+)\)", README, re.MULTILINE)
+    named = re.findall(r'^\| <a id="([\w-]+)"></a>.*\| `(test_\w+)` \|$', FAILURES, re.MULTILINE)
+    assert anchors == [anchor for anchor, _ in named]
+    functions = [node for node in ast.parse(DEFECTS).body if isinstance(node, ast.FunctionDef)]
+    tests = {node.name for node in functions if node.name.startswith("test_")}
+    assert {test for _, test in named} == tests
