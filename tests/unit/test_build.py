@@ -1,4 +1,5 @@
-"""Building: the optional native queue is left out, and said so, where it cannot be compiled.
+"""Building: the optional native queue is left out, and said so, where it cannot be compiled;
+`make wheels` names wrong files.
 
 `setup.py` is run as pip runs it, on a small copy of the tree.
 """
@@ -14,7 +15,10 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import make_wheels
 import pytest
+
+import vllm_commext
 
 pytest.importorskip("setuptools", minversion="77")
 
@@ -112,13 +116,6 @@ def test_free_threaded_python_gets_a_wheel_without_it(tree: Path) -> None:
     assert "free-threaded" in refused.stderr
 
 
-def test_it_can_be_skipped(tree: Path) -> None:
-    done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="0")
-    assert done.returncode == 0, done.stderr
-    assert extensions(tree) == []
-    assert record(tree) == {"built": False, "reason": "VLLM_COMMEXT_BUILD_NATIVE=0"}
-
-
 def test_a_bad_choice_is_an_error_that_lists_the_choices(tree: Path) -> None:
     done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="yes")
     assert done.returncode != 0
@@ -153,3 +150,21 @@ def test_a_wheel_without_it_is_for_every_platform(tree: Path) -> None:
     kernels = [path.name for path in (tree / "csrc" / "cuda").iterdir()]
     assert {f"vllm_commext/csrc/cuda/{name}" for name in kernels} <= set(names)
     assert reason == "VLLM_COMMEXT_BUILD_NATIVE=0"
+
+
+def test_a_wrong_file_in_a_wheel_is_named() -> None:
+    sdist = make_wheels.SDIST_NEEDS | {"vllm_commext/a.py", "csrc/cuda/k.cu"}
+    wheel = {"vllm_commext/a.py", "vllm_commext/csrc/cuda/k.cu", *make_wheels.BUILT}
+    assert make_wheels.problems(wheel, sdist) == []
+    assert make_wheels.problems((wheel - make_wheels.BUILT) | {"tests/b.py"}, sdist | {"a.so"}) == [
+        *(f"the wheel lacks {name}" for name in sorted(make_wheels.BUILT)),
+        "the wheel has tests/b.py, which is not ours",
+        "the sdist has a.so",
+    ]
+
+
+def test_the_version_stands_in_one_place_and_the_changelog_knows_it() -> None:
+    version = make_wheels.version_of(ROOT)
+    assert version == vllm_commext.__version__
+    assert re.search(rf"^## {re.escape(version)} \(", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert "version" not in (ROOT / "pyproject.toml").read_text().split("dynamic")[0]

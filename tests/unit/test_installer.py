@@ -61,19 +61,6 @@ def test_pip_installs_where_uv_cannot(
     assert "no such thing" in capsys.readouterr().err
 
 
-def test_what_neither_can_install_is_an_error_with_their_words(environment: Path) -> None:
-    program(environment, failing="install")
-    with pytest.raises(installer.InstallError, match=r"no such thing(.|\n)*ended with status 3"):
-        installer.install(environment, "something==1")
-
-
-def test_uv_is_fetched_once(environment: Path) -> None:
-    log = program(environment, failing="nothing of this")
-    (environment / "bin" / "uv").touch()
-    installer.install(environment, "something==1")
-    assert [line.split()[1] for line in log.read_text().splitlines()] == ["pip", "uv"]
-
-
 def test_an_environment_is_made_anew_for_other_versions_or_another_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

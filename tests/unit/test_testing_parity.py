@@ -5,13 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.kit.parity import Completion, compare, lines_of, logprob_difference
-from tests.kit.prompts import (
-    SHARED_TOKENS,
-    PrefixCache,
-    blocks_one_at_a_time,
-    num_blocks,
-    prompt_set,
-)
+from tests.kit.prompts import SHARED_TOKENS, prompt_set
 from vllm_commext.errors import ProtocolError
 
 BLOCK = 32
@@ -76,36 +70,6 @@ def test_prompts_are_different_cover_block_edges_and_share_a_prefix() -> None:
     heads = [prompt[:SHARED_TOKENS] for prompt in prompts if len(prompt) > SHARED_TOKENS]
     assert max(heads.count(head) for head in heads) == 12
     assert prompts == prompt_set(36, 1, BLOCK)
-
-
-def test_prompts_of_other_seeds_share_no_whole_block() -> None:
-    one, other = prompt_set(32, 1, BLOCK), prompt_set(32, 2, BLOCK, num_shared=0)
-    heads = [prompt[:BLOCK] for prompt in other if len(prompt) >= BLOCK]
-    assert len(set(heads)) == len(heads)
-    assert not set(heads) & {prompt[:BLOCK] for prompt in one}
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "again"), [(1, 1), (BLOCK - 1, 1), (BLOCK, 1), (BLOCK + 1, 1), (3 * BLOCK, 1)]
-)
-def test_a_repeated_prompt_lacks_only_its_last_block(num_tokens: int, again: int) -> None:
-    cache, prompt = PrefixCache(BLOCK), tuple(range(num_tokens))
-    assert blocks_one_at_a_time(cache, [(prompt, [7])]) == num_blocks(num_tokens, BLOCK)
-    assert cache.blocks_to_fetch(prompt) == again
-
-
-def test_generated_tokens_are_cached_but_for_the_last() -> None:
-    cache = PrefixCache(4)
-    cache.add((1, 2, 3), [4, 5])
-    assert cache.blocks_to_fetch((1, 2, 3, 4, 9)) == 1
-    cache.add((1, 2, 3), [8])
-    assert cache.blocks_to_fetch((1, 2, 3, 8, 9)) == 2
-
-
-def test_a_different_beginning_hits_nothing() -> None:
-    cache = PrefixCache(4)
-    cache.add((1, 2, 3, 4, 5, 6, 7, 8, 9), [1])
-    assert cache.blocks_to_fetch((0, 2, 3, 4, 5, 6, 7, 8, 9)) == 3
 
 
 def test_only_a_line_feed_ends_a_line_of_a_stream() -> None:

@@ -1,4 +1,4 @@
-"""Run by the Python of a clean environment: what is installed there works, as far as it can.
+"""Run by `make_wheels.py` with the Python of a clean environment: uses the installed package.
 
 Prints one JSON object: ``version``, ``native`` (whether the queue's extension was built) and
 ``queue`` (``round trip``, or why there is none). Only the standard library and the installed
