@@ -129,19 +129,17 @@ class _Sent:
 
 
 class Adaptive:
-    """The proxy's policy, which learns from what a proxy sees. refuses: what would come late;
-    reads_caches: engines' metrics, that is; is_ordered: prompts wait for their turn, as with
-    ``--prompt-order shortest``."""
+    """The proxy's policy, which learns from what a proxy sees. reads_caches: from engines' metrics,
+    too; is_ordered: prompts wait for their turn, as with ``--prompt-order shortest``."""
 
     def __init__(
         self,
         hardware: Sequence[Hardware],
         limits: Limits,
-        refuses: bool = False,
         reads_caches: bool = True,
         is_ordered: bool = False,
     ) -> None:
-        self.refuses, self.reads_caches, self.is_ordered = refuses, reads_caches, is_ordered
+        self.reads_caches, self.is_ordered = reads_caches, is_ordered
         self._hardware = hardware
         self.planner = Planner(limits)
         self.candidates = [
@@ -155,7 +153,7 @@ class Adaptive:
         """Length that the request allows."""
         return MOST_TOKENS
 
-    def place(self, request: Request, now: float) -> tuple[int, int] | None:
+    def place(self, request: Request, now: float) -> tuple[int, int]:
         arrival = request.arrival
         for candidate, held in zip(self.candidates, self._held, strict=True):
             candidate.held_tokens = min(held.get(arrival.group, 0), arrival.shared_tokens)
@@ -168,8 +166,6 @@ class Adaptive:
         if placed is None:  # as the proxy does, by the tokens under way
             least = min(up, key=lambda one: sum(job.new for job in one.load.jobs))
             placed = Placement(least, least)
-        if self.refuses and placed.late > 0.0:
-            return None
         self.num_placed += 1
         self.num_local += placed.is_local
         held = min(placed.prefill.held_tokens, tokens - 1)

@@ -1,11 +1,9 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
 `measured`: beside the cells of measurements on two H100. `grid`: goodput by workload, limits and
-rate. `highest`: the highest rate with 90 % of requests in time. `refusals`: what refusing brings
-under too much load. `caches`: engines with small KV caches. `turns`: later turns
-of conversations. `hindsight`: beside the best placement that is found where everything to come is
-known. `fleets`: many engines, some of
-them slow, some lost and back.
+rate. `highest`: the highest rate with 90 % of requests in time. `caches`: engines with
+small KV caches. `turns`: later turns of conversations. `hindsight`: beside the best placement that
+is found where everything to come is known. `fleets`: many engines, some slow, some lost and back.
 """
 
 import argparse
@@ -48,11 +46,6 @@ CACHE_CONTESTANTS: dict[str, Build] = {
     "not told": lambda hardware, limits: Adaptive(hardware, limits, reads_caches=False),
     "adaptive": Adaptive,
     "ordered": CONTESTANTS["ordered"],
-}
-REFUSING: dict[str, Build] = {
-    "no": Adaptive,
-    "no, ordered": CONTESTANTS["ordered"],
-    "yes": lambda hardware, limits: Adaptive(hardware, limits, refuses=True),
 }
 MEASURED = ("2026-11-26_goodput_two_h100_again.json", "2026-11-26_goodput_two_h100.json")
 MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
@@ -215,38 +208,6 @@ def print_highest(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
         print(f"| {workload} | {limits} | {row} | {gains} |")
 
 
-def shares_taken(job: tuple[str, float, Limits, str, Seeds]) -> str:
-    """Of all requests the share taken, of those the share in time, and of all that in time."""
-    workload, rate, limits, refuses, seeds = job
-    build = REFUSING[refuses]
-    requests = play(lambda hardware: build(hardware, limits), workload, rate, seeds=seeds)
-    num_taken = sum(one.decode >= 0 for one in requests)
-    num_good = sum(one.is_good(limits) for one in requests)
-    shares = num_taken / len(requests), num_good / num_taken, num_good / len(requests)
-    return " ".join(f"{share:.0%}" for share in shares)
-
-
-def print_refusals(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    loads = (0.5, 0.9, 1.1, 1.3, 1.5)
-    cells = [
-        (workload, Limits(tpot / 1e3, 1.0), refuses)
-        for workload in WORKLOADS
-        for tpot in (15, 50)
-        for refuses in REFUSING
-    ]
-    jobs = [
-        (workload, load * SATURATION[workload], limits, refuses, seeds)
-        for workload, limits, refuses in cells
-        for load in loads
-    ]
-    results = iter(list(workers.map(shares_taken, jobs)))
-    print(f"| workload | limits | refuses | {' | '.join(f'{load:.0%}' for load in loads)} |")
-    print("|---|---|---|" + "---|" * len(loads))
-    for workload, limits, refuses in cells:
-        row = " | ".join(next(results) for _ in loads)
-        print(f"| {workload} | {limits} | {refuses} | {row} |")
-
-
 def turns_told(job: tuple[str, str, float, Limits, Seeds]) -> str:
     """Of later turns the share of the history's tokens that was computed where it is, and the
     median first token in ms; of all requests the share in time."""
@@ -370,7 +331,6 @@ TABLES = {
     "measured": print_measured,
     "grid": print_grid,
     "highest": print_highest,
-    "refusals": print_refusals,
     "caches": print_caches,
     "turns": print_turns,
     "hindsight": print_hindsight,

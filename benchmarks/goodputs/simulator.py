@@ -99,11 +99,10 @@ class Request:
 
 
 class Policy(Protocol):
-    """Places requests on two engines, which may be one, or refuses them, and is told what a proxy
-    sees. next: which of those *waiting* an engine is sent now, or after how many seconds to ask
-    again."""
+    """Places requests on two engines, which may be one, and sees what a proxy sees. next: which of
+    those *waiting* an engine is sent now, or after how many seconds to ask again."""
 
-    def place(self, request: Request, now: float) -> tuple[int, int] | None: ...
+    def place(self, request: Request, now: float) -> tuple[int, int]: ...
     def next(
         self, engine: int, waiting: Sequence[Request], now: float
     ) -> tuple[Request | None, float]: ...
@@ -283,10 +282,7 @@ class Simulation:
             self._at(self.now, self._arrive, request)
 
     def _arrive(self, request: Request) -> None:
-        placed = self._policy.place(request, self.now)
-        if placed is None:
-            return
-        request.prefill, request.decode = placed
+        request.prefill, request.decode = self._policy.place(request, self.now)
         request.is_in = request.is_handed_over = False
         engine, arrival = self.engines[request.prefill], request.arrival
         held = [min(one.held.get(arrival.group, 0), arrival.shared_tokens) for one in self.engines]

@@ -27,7 +27,7 @@ _GROUPS = {
     "engines": ("prefill", "decode", "both", "engines_file", "refresh_interval_seconds"),
     "where it listens": ("host", "port", "reuse_port", "log_level", "access_log"),
     "which engines serve a request": (
-        *("placement", "ttft_ms", "tpot_ms", "refuse_late", "prompt_order", "fair_by"),
+        *("placement", "ttft_ms", "tpot_ms", "prompt_order"),
         *("min_prompt_tokens", "stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
     ),
     "health and failures": (
@@ -54,6 +54,9 @@ _GROUPS = {
 
 
 GONE = {
+    "--fair-by": "limit each client's requests at the gateway that tells clients apart",
+    "--refuse-late": "vllm serve --max-num-queued-tokens has an engine refuse what it cannot begin "
+    "soon",
     "--move-pause": "a stream that leaves a draining engine pauses for 5 s at most; --no-move "
     "leaves it there",
     "--workers": "start several proxies with --reuse-port on one --port, or behind a balancer",
@@ -186,25 +189,12 @@ def _add_placement(add: Callable[..., None]) -> None:
         "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
     )
     add(
-        "--refuse-late",
-        action="store_true",
-        help="answer 503 with Retry-After where a request's first token is expected later than "
-        "--ttft-ms because of prompts before it, wherever it is placed best",
-    )
-    add(
         "--prompt-order",
         choices=ORDERS,
         default=ProxyConfig.prompt_order,
         help="in which order prompts go to an engine that computes others: short ones before long "
         "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
-        "--ttft-ms, without --refuse-late; default: %(default)s",
-    )
-    add(
-        "--fair-by",
-        default="",
-        metavar="HEADER",
-        help="let those whose prompts wait by --prompt-order shortest take turns, told apart by "
-        "this header, for instance Authorization; default: all are one",
+        "--ttft-ms; default: %(default)s",
     )
     add(
         "--reuse-blocks",

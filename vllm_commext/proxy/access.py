@@ -71,7 +71,7 @@ def _check_encoding(request: web.Request) -> None:
 def _error_response(error: ProxyError) -> web.Response:
     headers = {SIDE: error.side}
     if error.status == 503:
-        headers["Retry-After"] = str(error.retry_seconds)
+        headers["Retry-After"] = "1"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.answer is None:

@@ -51,7 +51,6 @@ class Attempts:
         self.plan: Plan | None = None
         self.prefilled_at = 0.0
         self.prefix = NO_PREFIX
-        self.tenant = ""
         self._headers = headers
         self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
         self.tokens = num_tokens(self._prompt)
@@ -72,7 +71,6 @@ class Attempts:
         return Payload(
             *(self.path, self._headers, body, self.tokens, streams, self.prefix, self.losses),
             plan=self.plan,
-            tenant=self.tenant,
         )
 
     def has_reader(self, source: Engine) -> bool:

@@ -1,6 +1,5 @@
 """Which engines take a request: what the policy of placement has to say of those usable now."""
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from vllm_commext.proxy.affinity import Prefix
 from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines import DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
 
 HANDED_OVER = "handed_over"
@@ -46,20 +44,6 @@ class Plan:
         """The engine that is to take the step of a *role*."""
         return self.prefill if role == PREFILL else self.decode
 
-    def check_in_time(self) -> None:
-        """Raises `ProxyError` 503 where the first token is expected too late because of others'
-        prompts; never at an engine that has none."""
-        expected = self.expected
-        if expected is None or not expected.late:
-            return
-        seconds = math.ceil(expected.late)
-        message = (
-            f"the first token is expected after {expected.first_token:.2f} s, which is "
-            f"{expected.late:.2f} s too late for --ttft-ms, behind others' prompts; retry after "
-            f"{seconds} s"
-        )
-        raise ProxyError(503, "late", message, retry_seconds=seconds)
-
     def as_header(self) -> str:
         """For clients: the kind, and what was expected in milliseconds."""
         expected = self.expected
@@ -75,12 +59,11 @@ def is_adaptive(mode: str, decode: EnginePool) -> bool:
 
 
 def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
-    """Whether prompts wait at the proxy for their turn at an engine: as told, else where requests
-    are placed by a limit to the first token, and none is refused by what came before it."""
+    """Whether prompts wait at the proxy for their turn at an engine: as the option says, else where
+    requests are placed by a limit to the first token."""
     if config.prompt_order != AUTO:
         return config.prompt_order == SHORTEST
-    is_told = bool(config.ttft_ms) and not config.refuse_late
-    return is_told and is_adaptive(config.placement, decode)
+    return bool(config.ttft_ms) and is_adaptive(config.placement, decode)
 
 
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
@@ -133,7 +116,7 @@ class Chooser:
             return self._planner.place(now, max(tokens, 1), most, sources, targets)
 
         placement = best(lambda pool: self._window(pool, name))
-        if placement is not None and placement.late and len(decode.engines) > WINDOW:
+        if placement is not None and placement.is_late and len(decode.engines) > WINDOW:
             placement = best(_idlest)
         if placement is None:
             return Plan()

@@ -125,10 +125,8 @@ class ProxyConfig:
     resume: bool = True
     move: bool = True
     stream_chunks: str = AUTO
-    refuse_late: bool = False
     placement: str = AUTO
     prompt_order: str = AUTO
-    fair_by: str = ""
     reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(
@@ -149,19 +147,9 @@ class ProxyConfig:
             raise ConfigError(
                 f"prompt_order: expected one of {list(ORDERS)}, got {self.prompt_order!r}"
             )
-        if self.fair_by and (self.prompt_order != SHORTEST or self.refuse_late):
-            raise ConfigError(
-                "fair_by: expected prompts that wait for their turn, and none refused by what "
-                "others have waiting: give --prompt-order shortest, and no --refuse-late"
-            )
         if self.placement not in PLACEMENTS:
             raise ConfigError(
                 f"placement: expected one of {list(PLACEMENTS)}, got {self.placement!r}"
-            )
-        if self.refuse_late and (not self.ttft_ms or self.placement in (LOCAL, FIXED)):
-            raise ConfigError(
-                "refuse_late: expected a limit to the first token and requests that are placed by "
-                f"it, got --ttft-ms {self.ttft_ms} and --placement {self.placement}"
             )
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")

@@ -130,10 +130,10 @@ class Answer:
 class Waiting:
     """A prompt that waits to be sent since a time, and will take some seconds."""
 
-    __slots__ = ("due", "seconds", "since", "tenant")
+    __slots__ = ("due", "seconds", "since")
 
-    def __init__(self, since: float, seconds: float, tenant: str = "") -> None:
-        self.since, self.seconds, self.tenant = since, seconds, tenant
+    def __init__(self, since: float, seconds: float) -> None:
+        self.since, self.seconds = since, seconds
         self.due = since + PATIENCE * seconds
 
 

@@ -10,8 +10,6 @@ from vllm_commext.limits import Limits
 NO_LIMITS = Limits()
 FORGETTING = 0.97
 """What a sample still counts for after one more: about the last 30 decide."""
-SHARED_WEIGHT = 4.0
-"""Samples that all engines together count for beside an engine's own."""
 _SWEEPS = 12
 MAX_RATIO = 3.0
 """A time this many times as long as expected, and any beyond, counts for as much."""
@@ -66,10 +64,9 @@ class LeastSquares:
     def solved(self) -> Features:
         """The coefficients, anew: the minimum by coordinate descent, the features that come last
         beginning from zero."""
-        sums, base = self._sums, self._base
-        if base is not None and base.num_samples > 0.0:
-            share = SHARED_WEIGHT / (base.num_samples + SHARED_WEIGHT)
-            sums = [own + share * other for own, other in zip(sums, base._sums, strict=True)]
+        sums = self._sums
+        if self._base is not None and self.num_samples <= _KNOWN_SAMPLES:
+            sums = self._base._sums
         aa, ab, ac, bb, bc, cc, a, b, c = sums
         x = y = z = 0.0
         for _ in range(_SWEEPS):

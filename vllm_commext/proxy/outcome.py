@@ -70,7 +70,7 @@ class ProxyError(CommextError):
     ``decode``. can_retry: another engine may be asked the same, since this one has done nothing
     that a second attempt would repeat to the client's harm. can_restart: the request may be
     served anew from its first step, since the engine has failed it and not refused it, and the
-    client has seen nothing. retry_seconds: after how long a client may try again, of a 503.
+    client has seen nothing.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class ProxyError(CommextError):
         can_retry: bool = False,
         can_restart: bool = False,
         answer: EngineAnswer | None = None,
-        retry_seconds: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -94,7 +93,6 @@ class ProxyError(CommextError):
         self.can_retry = can_retry
         self.can_restart = can_restart
         self.answer = answer
-        self.retry_seconds = retry_seconds
 
     def in_a_stream(self) -> dict[str, Any]:
         """Error object for an event of a stream that has begun: the engine's own, if it is one."""

@@ -2,11 +2,9 @@
 Pure: every time is an argument.
 
 An answer's time per output token is a mean over the answer. So a prefill of t seconds costs each
-answer that runs at the same engine t seconds of what it has left: the limit times the tokens that
-it has, and those that it will have by what recent answers had, less the time that it took and will
-take: that of its steps and of prompts to come, which take the share of the time that they took of
-late. A request goes where the fewest are expected to miss a limit by it, itself included; among
-equals, where it takes the least time.
+answer that runs at the same engine t seconds of its slack: limit x tokens - elapsed - expected
+remaining time, for as many tokens as recent answers had. A request goes where the fewest are
+expected to miss a limit by it, itself included; among equals, where it takes the least time.
 """
 
 import math
@@ -27,14 +25,9 @@ MAX_CANDIDATES = 2
 """Engines looked at for each of both steps."""
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
-RISKY, MISSED = 0.85, 1.1
-"""Shares of a limit: expected to be needed from which on it may be missed, and is missed."""
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth: those that come later
 wait there, too."""
-KEPT_SLACK = 0.5
-"""Share of what steps leave of the limit that is kept for prompts to come, at most: these can be
-computed elsewhere, too. Where an answer has too little slack for that, none of it is kept."""
 OTHERS_DELAY = 0.1
 """What a second of other answers' delay counts for, beside one of the request's own."""
 
@@ -52,15 +45,14 @@ class Candidate:
 class Placement:
     """Where one request goes, with what is expected of it, in seconds. prefill is decode where one
     engine does both. misses: requests more than without it that are expected to miss a limit.
-    late: by how much the first token had to wait less to come in time for sure, of what it waits
-    for prompts before its own."""
+    is_late: the first token is expected after its limit."""
 
     prefill: Candidate
     decode: Candidate
     first_token: float = 0.0
     per_token: float = 0.0
     misses: float = 0.0
-    late: float = 0.0
+    is_late: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -160,12 +152,9 @@ class Planner:
             if cost < least or (cost == least and idx < best[1]):
                 best, least, misses = option, cost, others
         _, _, source, at, own, first, seconds = best
-        late, limit = 0.0, self.shared.limits.first
-        if limit and first > RISKY * limit:
-            wait = max(source.backlog, source.room if source is at else source.prompt_room)
-            late = max(0.0, min(first - RISKY * limit, wait))
         per_token = seconds / max(self.shared.lengths.mean, 1.0)
-        return Placement(source.candidate, at.candidate, first, per_token, own + misses, late)
+        is_late = 0.0 < self.shared.limits.first < first
+        return Placement(source.candidate, at.candidate, first, per_token, own + misses, is_late)
 
     def _shortlisted(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
@@ -209,11 +198,11 @@ class Planner:
                     late = (at.backlog if at.backlog > at.room else at.room) - first
                     late = (late if late > 0.0 else 0.0) + shared.second_token.value
                     ways.append((one, at, first, late, at.room + room))
-        tpot, length, limit = shared.limits.tpot, shared.lengths.mean, shared.limits.first
-        sure = RISKY * limit if limit else math.inf
+        tpot, length = shared.limits.tpot, shared.lengths.mean
+        limit = shared.limits.first or math.inf
         options: list[_Option] = []
         for source, at, first, late, wait in ways:
-            in_time = 1.0 - _ramp(first / limit) if first > sure else 1.0
+            in_time = 1.0 if first <= limit else 0.0
             if tpot:
                 room = tpot - at.pace
                 if room <= 0.0:
@@ -237,14 +226,9 @@ class Planner:
         if by in at.late:
             return at.late[by]
         load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
-        alone = new_alone = at.step
-        step = new_step = _with_prompts(alone, load.pace(alone), limit)
-        backlog = new_backlog = at.backlog
-        if by & BY_ANSWER:
-            new_alone, new_step = at.slower, _with_prompts(at.slower, at.pace, limit)
-        if by & BY_PROMPT:
-            new_backlog += at.prefill
-        new_left, steps = limit - new_step, ((step, new_step), (alone, new_alone))
+        step, new_step = at.step, at.slower if by & BY_ANSWER else at.step
+        backlog, new_backlog = at.backlog, at.backlog + (at.prefill if by & BY_PROMPT else 0.0)
+        left, new_left = limit - step, limit - new_step
         found, stride = 0.0, -(-at.num_answers // max_seen) or 1
         for answer in islice(load.answers, 0, None, stride):
             wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
@@ -257,14 +241,10 @@ class Planner:
             if new_left > 0.0 and spent - had * new_step + after <= had * new_left:
                 continue  # in time even so
             most_tokens = answer.max_tokens
-            # One that only prompts to come would make late is not lost: it counts without those.
-            for old, new in steps:
-                used, left = spent - had * old + before, limit - old
-                already = _share_late(ended, used, left, had, most_tokens)
-                if already < 1.0:
-                    used, left = spent - had * new + after, limit - new
-                    found += _share_late(ended, used, left, had, most_tokens) - already
-                    break
+            already = _share_late(ended, spent - had * step + before, left, had, most_tokens)
+            if already < 1.0:
+                used = spent - had * new_step + after
+                found += _share_late(ended, used, new_left, had, most_tokens) - already
             if found * stride > most:
                 break
         at.late[by] = found = found * stride
@@ -302,12 +282,6 @@ def _outlooks(
     return soonest, idlest, steadiest
 
 
-def _with_prompts(step: float, pace: float, limit: float) -> float:
-    """Seconds to each token of which a step takes *step*, and with prompts as of late *pace*, as
-    far as slack is kept for those."""
-    return max(step, min(pace, step + KEPT_SLACK * (limit - step)))
-
-
 def _share_late(
     ended: Callable[[float, int, int], float], used: float, left: float, had: int, most: int
 ) -> float:
@@ -318,10 +292,3 @@ def _share_late(
     if used >= 0.0:
         return float(used > 0.0 or left < 0.0)
     return 1.0 - ended(used / left, had, most) if left else 0.0
-
-
-def _ramp(share: float) -> float:
-    """How likely a limit is missed of which *share* is expected to be needed."""
-    if share >= MISSED:
-        return 1.0
-    return (share - RISKY) / (MISSED - RISKY) if share > RISKY else 0.0

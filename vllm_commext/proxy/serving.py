@@ -84,8 +84,6 @@ class Service:
                     *(request.path, intake.body, headers, self._pools[DECODE]),
                     self._config.min_prompt_tokens,
                 )
-                if self._config.fair_by:
-                    attempts.tenant = request.headers.get(self._config.fair_by, "")
                 if self._config.affinity and request.path in ENDPOINTS:
                     attempts.remember(request.headers.get(SESSION_HEADER))
                 refusal = None if self._config.resume else Resume.OFF
@@ -202,8 +200,6 @@ class Service:
             attempts.local_reason is None,
         )
         if plan is not None:
-            if self._config.refuse_late and not attempts.num_failed + attempts.num_resumed:
-                plan.check_in_time()
             outcome.placement = plan.as_header()
             self._metrics.placements.labels(plan.kind).inc()
 

@@ -4,46 +4,16 @@ An engine computes prompts in the order in which it gets them. Those that it wou
 wait here. With a limit to the first token they go as they came, but the longest are put off of
 those that cannot all be in time: so the most are. Without one the shortest goes first, and
 overtakes each other one for no longer than some times that one's own length. None waits for ever.
-All this is among the prompts of one tenant: tenants take turns by what they have been given.
 """
 
 import asyncio
 import time
-from collections.abc import Collection
 
 from vllm_commext.proxy.engine_load import EngineLoad, Waiting, next_of
 
 LEAD_SECONDS = 0.03
 """Work that an engine is given ahead, beside what it takes to reach it, so that it never waits for
 the next prompt."""
-QUANTUM_SECONDS = 0.1
-"""What each tenant is given a round; a longer prompt is paid for by rounds that it waits."""
-
-
-class Tenants:
-    """Whose turn it is, in rounds: whoever comes is behind all that are there, and whoever has been
-    given a prompt is given none until as many rounds have gone as it took quanta."""
-
-    def __init__(self) -> None:
-        self._debts: dict[str, float] = {}
-
-    def come(self, tenant: str) -> None:
-        """A tenant has a prompt that waits."""
-        self._debts.setdefault(tenant, 0.0)
-
-    def next_of(self, waiting: Collection[str]) -> str:
-        """Whose turn it is of those *waiting*, who have all come."""
-        while True:
-            tenant, debt = next(iter(self._debts.items()))
-            if tenant in waiting and debt <= 0.0:
-                return tenant
-            del self._debts[tenant]
-            if tenant in waiting or debt > QUANTUM_SECONDS:
-                self._debts[tenant] = debt - QUANTUM_SECONDS
-
-    def give(self, tenant: str, seconds: float) -> None:
-        """It has been given a prompt."""
-        self._debts[tenant] += seconds
 
 
 class Turns:
@@ -53,17 +23,15 @@ class Turns:
         self._load = load
         self._turns: dict[Waiting, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tenants = Tenants()
         load.on_done = self._wake
 
-    async def take(self, new_tokens: int, held_tokens: int, tenant: str = "") -> None:
-        """Wait until a prompt of a tenant is to be sent to the engine."""
+    async def take(self, new_tokens: int, held_tokens: int) -> None:
+        """Wait until a prompt is to be sent to the engine."""
         load, now = self._load, time.monotonic()
         if not self._turns and self._seconds_left(now) <= 0.0:
             return
         seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
-        waiting = Waiting(now, seconds, tenant)
-        self._tenants.come(tenant)
+        waiting = Waiting(now, seconds)
         turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
         load.wait(waiting)
         self._set_timer(now)
@@ -81,10 +49,7 @@ class Turns:
         """Let the next one go if it is time."""
         now = time.monotonic()
         if self._turns and self._seconds_left(now) <= 0.0:
-            tenant = self._tenants.next_of({one.tenant for one in self._turns})
-            own = [one for one in self._turns if one.tenant == tenant]
-            waiting = next_of(own, now, self._load.shared.limits.first)
-            self._tenants.give(tenant, waiting.seconds)
+            waiting = next_of([*self._turns], now, self._load.shared.limits.first)
             self._turns.pop(waiting).set_result(None)
         self._set_timer(now)
 

@@ -70,7 +70,7 @@ class Payload:
     """Request to an engine. tokens: about how many the prompt has. is_stream: the answer is
     asked for in pieces. prefix: what engines are remembered by. losses: the request's. plan: where
     it is to go, if that is planned. edit: what leaves out of an answer's first events what the
-    client has not asked for. tenant: whose it is, where tenants take turns."""
+    client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -80,7 +80,6 @@ class Payload:
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
     plan: Plan | None = None
-    tenant: str = ""
     edit: Callable[[bytes], bytes] = lambda events: events
 
     @property
@@ -302,7 +301,7 @@ class Upstream:
             failures_of(engine, seconds, payload.losses, side),
             Deadline(seconds, engine.on_lost),
         ):
-            await engine.turns.take(payload.tokens - held, held, payload.tenant)
+            await engine.turns.take(payload.tokens - held, held)
 
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int

@@ -14,7 +14,6 @@ from vllm_commext.proxy.placement import (
     BY_ANSWER,
     BY_BOTH,
     BY_PROMPT,
-    KEPT_SLACK,
     MAX_CANDIDATES,
     MAX_SEEN,
     Candidate,
@@ -150,24 +149,16 @@ def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queue", "tokens", "late"),
-    [
-        pytest.param(0, 4000, 0.0, id="in time"),
-        pytest.param(16000, 4000, 0.075, id="behind others"),
-        pytest.param(0, 40000, 0.0, id="by itself"),
-        pytest.param(1000, 40000, 0.025, id="by itself, behind little"),
-    ],
+    ("queue", "tokens", "is_late"), [(0, 4000, False), (16000, 4000, False), (20000, 4000, True)]
 )
-def test_a_first_token_is_late_by_what_it_waits_for_others(
-    queue: int, tokens: int, late: float
-) -> None:
+def test_a_first_token_is_late_after_its_limit(queue: int, tokens: int, is_late: bool) -> None:
     made = planner(first_token=0.5)
     (engine,) = engines(made, 1)
     if queue:
         engine.load.ask(queue, 0, NOW)
     placed = made.place(NOW, tokens, 1000, [], [engine])
     assert placed is not None
-    assert placed.late == pytest.approx(late, rel=0.05)
+    assert placed.is_late == is_late
 
 
 def test_held_tokens_are_not_computed_again() -> None:
@@ -296,25 +287,21 @@ def plainly_late(at: _Costs, by: int, seen: int) -> float:
     answers, limit, ended = list(load.answers), shared.limits.tpot, shared.lengths.ended
     stride = math.ceil(len(answers) / seen) or 1
 
-    def late(answer: Answer, is_slower: bool, is_behind: bool, kept_share: float) -> float:
+    def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
         """Limit times tokens, less the time to these: late where it is below zero."""
         step, wait = at.slower if is_slower else at.step, at.backlog + at.prefill * is_behind
         had, most = answer.tokens or 1, answer.max_tokens
         until = max(0.0, answer.first_at - NOW)
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
-        kept = max(0.0, min(load.pace(step) - step, kept_share * (limit - step)))
-        left, used = limit - step - kept, spent + max(0.0, wait - until) - had * (step + kept)
+        left, used = limit - step, spent + max(0.0, wait - until) - had * step
         if left == 0.0 or used / left <= 0.0:  # whatever its length is
             return float(used > 0.0 or left < 0.0 == used)
         return ended(used / left, had, most) if left > 0.0 else 1.0 - ended(used / left, had, most)
 
     def more(answer: Answer) -> float:
         is_slower, is_behind = bool(by & BY_ANSWER), bool(by & BY_PROMPT)
-        for kept_share in (KEPT_SLACK, 0.0):
-            already = late(answer, False, False, kept_share)
-            if already < 1.0:
-                return late(answer, is_slower, is_behind, kept_share) - already
-        return 0.0
+        already = late(answer, False, False)
+        return late(answer, is_slower, is_behind) - already if already < 1.0 else 0.0
 
     return stride * sum(map(more, answers[::stride]))
 
@@ -476,27 +463,6 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
     source, target = engines(made)
     running(target.load, 1, 0.0)
     assert place(made, [source, target], [target]).is_local == is_local
-
-
-@pytest.mark.parametrize(("share", "is_local"), [(0.0, True), (0.6, False)])
-def test_slack_is_kept_for_the_prompts_to_come(share: float, is_local: bool) -> None:
-    made = planner(per_token=0.009)
-    source, target = engines(made)
-    running(target.load, 20, 0.2)
-    target.load.share = share
-    assert place(made, [source, target], [target]).is_local == is_local
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_an_answer_that_prompts_to_come_alone_would_make_late_is_not_lost(is_late: bool) -> None:
-    """So a prompt that would make it late is computed elsewhere; not where it is late anyway."""
-    made = planner(per_token=0.009)
-    source, target = engines(made)
-    running(target.load, 2, 2.0 if is_late else 0.26)
-    target.load.share = 0.6
-    costs = _Costs(target, 4000, NOW)
-    assert (made._late(costs, BY_BOTH, NOW, MAX_SEEN) > 0.3) != is_late
-    assert place(made, [source, target], [target]).is_local == is_late
 
 
 @pytest.mark.parametrize(("num_answers", "is_full"), [(10, False), (20, True)])

@@ -315,8 +315,6 @@ P, D = ("http://h:1",), ("http://h:2",)
         ({"prefill_timeout_seconds": float("nan")}, "prefill_timeout_seconds: expected"),
         ({"drain_timeout_seconds": float("inf")}, "drain_timeout_seconds: expected"),
         ({"prefill_attempts": 0}, "prefill_attempts: expected"),
-        ({"refuse_late": True}, "refuse_late: expected a limit"),
-        ({"refuse_late": True, "ttft_ms": 9, "placement": "local"}, "--placement local"),
     ],
 )
 def test_configuration_refuses_what_cannot_work(values: dict[str, Any], message: str) -> None:

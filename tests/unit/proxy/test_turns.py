@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import orders_prompts
-from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engine_load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.turns import QUANTUM_SECONDS, Tenants, Turns
+from vllm_commext.proxy.turns import Turns
 
 TOKEN = 25e-6
 BOUND_SECONDS = 20.0
@@ -37,9 +35,9 @@ class Line:
         self.gone: list[int] = []
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def add(self, tokens: int, tenant: str = "") -> None:
+    async def add(self, tokens: int) -> None:
         async def wait() -> None:
-            await self.turns.take(tokens, 0, tenant)
+            await self.turns.take(tokens, 0)
             self.gone.append(tokens)
             job = self.load.ask(tokens, 0, time.monotonic())
             await asyncio.sleep(TOKEN * tokens)
@@ -126,7 +124,6 @@ def test_the_most_prompts_are_in_time(
     assert next_of(line, 10.0, limit) is line[expected]
 
 
-sizes = st.floats(0.001, 2.0)
 quick = settings(max_examples=50, deadline=None)
 
 
@@ -167,65 +164,6 @@ def test_who_is_put_off_for_a_prompt_is_found_in_one_pass(
     assert load.wait_seconds(own.seconds, own.since) == expected
 
 
-@quick
-@given(st.lists(st.lists(sizes, min_size=1, max_size=30), min_size=2, max_size=5))
-def test_those_that_wait_are_given_the_same_but_for_a_prompt(lines: list[list[float]]) -> None:
-    tenants, had = Tenants(), dict.fromkeys(map(str, range(len(lines))), 0.0)
-    for name in had:
-        tenants.come(name)
-    most = max(map(max, lines)) + 2 * QUANTUM_SECONDS + 1e-6
-    while all(lines):
-        name = tenants.next_of(had)
-        seconds = lines[int(name)].pop()
-        tenants.give(name, seconds)
-        had[name] += seconds
-        assert max(had.values()) - min(had.values()) <= most
-
-
-@quick
-@given(st.integers(1, 5), st.lists(sizes, min_size=20, max_size=20), sizes)
-def test_who_comes_anew_waits_for_a_prompt_of_each_other_one(
-    num: int, before: list[float], each: float
-) -> None:
-    tenants, names = Tenants(), [f"heavy {number}" for number in range(num)]
-    for name in names:
-        tenants.come(name)
-    for seconds in before:
-        tenants.give(tenants.next_of(names), seconds)
-    tenants.come("new")
-    had = dict.fromkeys(names, 0.0)
-    while (name := tenants.next_of([*names, "new"])) != "new":
-        had[name] += each
-        tenants.give(name, each)
-    assert max(had.values()) <= each + QUANTUM_SECONDS
-
-
-@quick
-@given(sizes, sizes)
-def test_names_made_up_for_each_prompt_keep_nobody_from_his_turn(own: float, others: float) -> None:
-    """It comes after as many rounds as its last prompt took quanta."""
-    tenants, waiting, since = Tenants(), ["one"], 0
-    tenants.come("one")
-    for number in range(200):
-        waiting.append(str(number))
-        tenants.come(str(number))
-        name = tenants.next_of(waiting)
-        tenants.give(name, own if name == "one" else others)
-        since = 0 if name == "one" else since + 1
-        if name != "one":
-            waiting.remove(name)
-        assert since <= (own / QUANTUM_SECONDS + 2) * len(waiting)
-
-
-async def test_tenants_take_turns() -> None:
-    line = Line()
-    await line.add(12000)
-    for tokens in (4000, 4001, 4002, 4003):
-        await line.add(tokens, "many")
-    await line.add(9000, "one")
-    assert await line.ended() == [12000, 4000, 9000, 4001, 4002, 4003]
-
-
 @pytest.mark.parametrize(
     ("options", "num_sent", "last"),
     [
@@ -245,8 +183,8 @@ async def test_prompts_are_sent_in_turn(
         load.speed.note_steps(1, 2000, 0.01)
         prefill.behave = kit.held(release, kit.prefill_ok)
         asked = [
-            asyncio.create_task(cluster.ask({"prompt": "a" * length}, headers={"X-Tenant": tenant}))
-            for length, tenant in ((8000, "many"), (3000, "many"), (2000, "many"), (6000, "one"))
+            asyncio.create_task(cluster.ask({"prompt": "a" * length}))
+            for length in (8000, 3000, 2000, 6000)
         ]
         await kit.until(lambda: cluster.proxy.num_in_flight == len(asked), "all to be in")
         await kit.until(lambda: len(prefill.calls) >= num_sent, "prompts")
@@ -266,7 +204,6 @@ async def test_prompts_are_sent_in_turn(
         pytest.param({"ttft_ms": 1000.0}, 1, True, id="placed by a limit"),
         pytest.param({"ttft_ms": 1000.0}, 0, False, id="placed by roles"),
         pytest.param({"ttft_ms": 1000.0, "placement": "local"}, 1, False, id="not placed by it"),
-        pytest.param({"ttft_ms": 1000.0, "refuse_late": True}, 1, False, id="refused instead"),
         pytest.param({"ttft_ms": 1000.0, "prompt_order": "arrival"}, 1, False, id="told not to"),
         pytest.param({"prompt_order": "shortest"}, 0, True, id="told to"),
     ],
@@ -276,10 +213,3 @@ async def test_where_prompts_wait_for_their_turn(
 ) -> None:
     async with kit.cluster(1, 1, num_both=num_both, affinity=False, **options) as cluster:
         assert orders_prompts(cluster.proxy.config, cluster.proxy.decode_pool) is expected
-
-
-@pytest.mark.parametrize("options", [{}, {"ttft_ms": 500.0, "refuse_late": True}])
-def test_tenants_take_turns_where_prompts_wait_and_none_is_refused(options: dict[str, Any]) -> None:
-    order = {"prompt_order": "shortest"} if options else {}
-    with pytest.raises(ConfigError, match="--prompt-order shortest"):
-        ProxyConfig((), (), both=("http://a:1",), fair_by="X-Tenant", **order, **options)
