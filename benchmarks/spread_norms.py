@@ -31,7 +31,6 @@ ATTENTIONS = {
     "OLMoE-1B-7B": (2048, 2048, True),
     "Olmo-3-32B, Transformers backend": (5120, 1024, False),
 }
-GATED = {"Granite-4.0-H-Small, one group": 8192}
 Layer = Callable[..., Any]
 
 
@@ -65,26 +64,6 @@ def exchanged(handle: int, world: int, rank: int, together: bool) -> Layer:
     return layer
 
 
-def gated_theirs(world: int) -> Layer:
-    from vllm.distributed import tensor_model_parallel_all_reduce as all_reduce
-
-    def layer(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x * torch.nn.functional.silu(gate.float())
-        sums = all_reduce(wide.pow(2).sum(-1, keepdim=True))
-        wide = wide * torch.rsqrt(sums / (world * x.shape[-1]) + EPS)
-        return weight * wide.to(x.dtype)
-
-    return layer
-
-
-def gated_ours(handle: int) -> Layer:
-    def layer(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x * torch.nn.functional.silu(gate.float())
-        return torch.ops.vllm_commext.reduce_rms_norm(wide, weight, handle, EPS).to(x.dtype)
-
-    return layer
-
-
 def normal(*size: int) -> torch.Tensor:
     return torch.randn(*size, device="cuda").to(torch.bfloat16)
 
@@ -100,14 +79,6 @@ def cases(rank: int, world: int, handle: int) -> Any:
             return packed[:, : q // world], packed[:, q // world : (q + k) // world], *weights
 
         yield name, layers, arguments
-    for name, size in GATED.items():
-        layers = {OURS: gated_ours(handle), THEIRS: gated_theirs(world)}
-        weight = normal(size // world)
-
-        def gate(tokens: int, size: int = size, weight: Any = weight) -> Any:
-            return normal(tokens, size // world), normal(tokens, size // world), weight
-
-        yield name, layers, gate
 
 
 def tell(row: dict[str, Any]) -> None:

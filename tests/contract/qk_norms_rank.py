@@ -6,7 +6,6 @@ Prints as JSON, by model, what its norm gives. Each layer is made by its own con
 attentions have beside the norm and the projection is left out.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import torch
 
 TOKENS, HEADS, KV_HEADS, HEAD, EPS = 5, 4, 2, 16, 1e-6
 Q, KV = HEADS * HEAD // 2, KV_HEADS * HEAD // 2  # of a rank
-MODELS = "vllm.model_executor.models"
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -56,22 +54,15 @@ def config() -> Any:
     )
 
 
-def attention(module_name: str, class_name: str) -> Any:
-    """A model's own attention, without what attends and what rotates."""
-    module: Any = importlib.import_module(f"{MODELS}.{module_name}")
+def by_attention(rank: int) -> list[torch.Tensor]:
+    """OLMoE's own attention, without what attends and what rotates."""
+    from vllm.model_executor.models import olmoe
+
+    module: Any = olmoe
     module.Attention = module.get_rope = lambda *_, **__: torch.nn.Identity()
-    kind, settings = getattr(module, class_name), config()
-    if module_name == "molmo":
-        return kind(settings, prefix="model.layers.0")
-    if module_name == "molmo2":
-        return kind(settings, settings.rope_parameters, prefix="model.layers.0")
-    model = SimpleNamespace(hf_config=settings)
+    model = SimpleNamespace(hf_config=config())
     whole = SimpleNamespace(model_config=model, cache_config=None, quant_config=None)
-    return kind(vllm_config=whole, prefix="model.layers.0")
-
-
-def by_attention(rank: int, module_name: str, class_name: str) -> list[torch.Tensor]:
-    made = attention(module_name, class_name)
+    made = module.OlmoeAttention(vllm_config=whole, prefix="model.layers.0")
     made.q_norm.weight.data, made.k_norm.weight.data = weights()
     made.q_norm.variance_epsilon = made.k_norm.variance_epsilon = EPS
     q, k, _ = numbers(rank, TOKENS, Q + 2 * KV).split([Q, KV, KV], dim=-1)
@@ -108,23 +99,9 @@ def by_transformers(rank: int) -> list[torch.Tensor]:
     return outs
 
 
-def by_mamba2(rank: int, groups: int) -> list[torch.Tensor]:
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
-
-    norm = Mixer2RMSNormGated(2 * Q, groups, eps=EPS)
-    norm.weight.data = weights()[0].chunk(2)[rank]
-    row = numbers(rank, TOKENS, 2 * Q)
-    return [norm.forward_native(row[:, :Q], row[:, Q:])]
-
-
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
-    "OLMoE": lambda rank: by_attention(rank, "olmoe", "OlmoeAttention"),
-    "OlmoHybrid": lambda rank: by_attention(rank, "olmo_hybrid", "OlmoHybridAttention"),
-    "Molmo": lambda rank: by_attention(rank, "molmo", "MolmoAttention"),
-    "Molmo2": lambda rank: by_attention(rank, "molmo2", "Molmo2Attention"),
+    "OLMoE": by_attention,
     "the Transformers backend": by_transformers,
-    "Mamba2": lambda rank: by_mamba2(rank, 1),
-    "two groups": lambda rank: by_mamba2(rank, 2),
 }
 
 

@@ -1,7 +1,6 @@
 """Our op in vLLM's models whose norms run over rows that tensor parallelism has spread:
-OlmoeAttention, OlmoHybridAttention, MolmoAttention and Molmo2Attention (`_apply_qk_norm`), the
-Transformers backend (RMSNormFuser.fuse, TPAwareNormMixin.forward) and Mixer2RMSNormGated
-(forward_native)."""
+OlmoeAttention (`_apply_qk_norm`) and the Transformers backend (RMSNormFuser.fuse,
+TPAwareNormMixin.forward)."""
 
 import json
 from pathlib import Path
@@ -21,7 +20,6 @@ pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings
 pytestmark = pytest.mark.timeout(600)
 TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"
 RANK = Path(__file__).with_name("qk_norms_rank.py")
-OURS = set(CASES) - {"two groups"}  # whose ranks have whole groups
 Found = dict[str, list[dict[str, Any]]]
 
 
@@ -40,7 +38,7 @@ def test_a_models_norm_gives_the_same_with_the_op(found: Found, model: str) -> N
             torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2**-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", sorted(OURS))
+@pytest.mark.parametrize("model", CASES)
 def test_vllms_own_collectives_are_not_called_where_the_op_serves(found: Found, model: str) -> None:
     for mine, theirs in zip(found["1"], found["0"], strict=True):
         assert mine[model]["collectives"] == []
@@ -49,13 +47,13 @@ def test_vllms_own_collectives_are_not_called_where_the_op_serves(found: Found, 
 
 def test_the_log_and_the_key_of_compiled_graphs_say_which_models_have_it(found: Found) -> None:
     for mine, theirs in zip(found["1"], found["0"], strict=True):
-        assert set(mine["told"]) == OURS == set(json.loads(mine["identity"]))
+        assert set(mine["told"]) == set(CASES) == set(json.loads(mine["identity"]))
         assert (theirs["told"], theirs["identity"]) == ([], "")
 
 
 def test_the_norm_is_that_of_the_whole_row(found: Found) -> None:
     for rank, part in enumerate(wanted()):
-        for model in OURS - {"Mamba2"}:
+        for model in CASES:
             got = torch.tensor(found["1"][rank][model]["outs"][0]).view(TOKENS, Q).double()
             torch.testing.assert_close(got, part, rtol=2**-7, atol=1e-6)
 
@@ -69,17 +67,17 @@ broken = [ApiCheck("gone", "norm of OLMoE", "why", lambda _: "it is gone")]
 api_checks.API_CHECKS = (*api_checks.API_CHECKS, *broken)
 load_general_plugins()
 olmoe = importlib.import_module("vllm.model_executor.models.olmoe")
-hybrid = importlib.import_module("vllm.model_executor.models.olmo_hybrid")
+backend = importlib.import_module("vllm.model_executor.models.transformers.fusers.rms_norm")
 print(olmoe.OlmoeAttention.__init__.__code__.co_filename)
-print(hybrid.OlmoHybridAttention.__init__.__code__.co_filename)
+print(backend.RMSNormFuser.fuse.__code__.co_filename)
 """
 
 
 def test_a_model_that_vllm_has_changed_is_left_to_vllm_and_the_others_are_not() -> None:
     done = python(MOVED, **{TOGGLE: "1"})
     assert done.returncode == 0, done.stderr
-    olmoe, hybrid = done.stdout.splitlines()[-2:]
+    olmoe, backend = done.stdout.splitlines()[-2:]
     assert olmoe.endswith("olmoe.py")
-    assert hybrid.endswith("reduce_rms_models.py")
+    assert backend.endswith("reduce_rms_models.py")
     said = f"vLLM {vllm.__version__} has an incompatible API: gone: it is gone"
     assert f"commext: reduce_rms leaves OLMoE to vLLM: {said}" in done.stdout + done.stderr

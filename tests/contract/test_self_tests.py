@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.qk_norms_rank import wanted
-from tests.contract.test_qk_norms import OURS
+from tests.contract.qk_norms_rank import CASES, wanted
 from tests.contract.vllm_process import ranks
 from tests.kit.ports import free_port
 from tests.kit.untested import ENVIRON, WITHHOLD
@@ -70,12 +69,12 @@ def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
         assert each["sums"][0][0] == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
 
 
-@pytest.mark.parametrize(("first", "told"), [("", OURS), (OP, set())])
+@pytest.mark.parametrize(("first", "told"), [("", set(CASES)), (OP, set())])
 def test_norms(first: str, told: set[str]) -> None:
     environ = {"VLLM_COMMEXT_REDUCE_RMS": "1"}
     both = found("qk_norms_rank.py", str(free_port()), first=first, **environ)
     for each, part in zip(both, wanted(), strict=True):
         assert set(each["told"]) == told
-        for model in OURS - {"Mamba2"}:
+        for model in CASES:
             got = torch.tensor(each[model]["outs"][0]).view(part.shape).double()
             torch.testing.assert_close(got, part, rtol=2**-6, atol=1e-6)

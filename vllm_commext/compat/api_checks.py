@@ -25,13 +25,7 @@ from vllm_commext.compat.api_probes import (
 
 MINIMAX_NORM = "vllm.model_executor.layers.minimax_rms_norm"
 FUSERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
-MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
-SPREAD_NORMS = {  # models whose attention gathers Q and K by itself
-    "OLMoE": "vllm.model_executor.models.olmoe:OlmoeAttention",
-    "OlmoHybrid": "vllm.model_executor.models.olmo_hybrid:OlmoHybridAttention",
-    "Molmo": "vllm.model_executor.models.molmo:MolmoAttention",
-    "Molmo2": "vllm.model_executor.models.molmo2:Molmo2Attention",
-}
+OLMOE = "vllm.model_executor.models.olmoe:OlmoeAttention"
 COMMUNICATORS = "vllm.distributed.device_communicators"
 PASSES = "vllm.compilation.passes"
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
@@ -131,18 +125,15 @@ _CHECKS: CheckRows = {
             ),
         ),
     },
-    **{
-        f"norm of {model}": {
-            f"{model} norm": (
-                "the QK RMSNorm is a method of its own",
-                has_methods(path, {"_apply_qk_norm": ("q", "k")}),
-            ),
-            f"{model} attention": (
-                "the attention makes both norms when it is made",
-                has_attributes(path, "q_norm", "k_norm", "q_size", "kv_size", "tp_size", "tp_rank"),
-            ),
-        }
-        for model, path in SPREAD_NORMS.items()
+    "norm of OLMoE": {
+        "OLMoE norm": (
+            "the QK RMSNorm is a method of its own",
+            has_methods(OLMOE, {"_apply_qk_norm": ("q", "k")}),
+        ),
+        "OLMoE attention": (
+            "the attention makes both norms when it is made",
+            has_attributes(OLMOE, "q_norm", "k_norm", "q_size", "kv_size", "tp_size", "tp_rank"),
+        ),
     },
     "norm of the Transformers backend": {
         "transformers_norm": (
@@ -156,19 +147,6 @@ _CHECKS: CheckRows = {
         "transformers_norm_made": (
             "it takes the place of a model's norm, whose name in the model it is told",
             takes(f"{FUSERS}:RMSNormFuser.fuse", "module", "prefix", "vllm_config"),
-        ),
-    },
-    "norm of Mamba2": {
-        "mamba2_norm": (
-            "the gated norm of spread rows is a method of its own",
-            has_methods(f"{MIXER}:Mixer2RMSNormGated", {"forward_native": ("x", "gate")}),
-        ),
-        "mamba2_norm_facts": (
-            "the norm knows its groups and how many ranks share a row",
-            has_attributes(
-                f"{MIXER}:Mixer2RMSNormGated",
-                *("tp_size", "n_groups", "use_rms_norm", "weight", "variance_epsilon"),
-            ),
         ),
     },
     "cpu_collectives": {

@@ -75,7 +75,6 @@ _RESET = {
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
 _MODELS = "vllm.model_executor.models"
-_MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch("vllm.distributed.device_communicators.shm_broadcast:MessageQueue", **_QUEUE),
     MonkeyPatch("vllm.v1.executor.multiproc_executor:MessageQueue", **_QUEUE),
@@ -103,17 +102,11 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),
     *(
-        MonkeyPatch(f"{_MODELS}.{name}.{method}", **_SPREAD_NORM)
-        for name in (
-            *("olmoe:OlmoeAttention", "olmo_hybrid:OlmoHybridAttention"),
-            *("molmo:MolmoAttention", "molmo2:Molmo2Attention"),
-        )
+        MonkeyPatch(f"{_MODELS}.olmoe:OlmoeAttention.{method}", **_SPREAD_NORM)
         for method in ("__init__", "_apply_qk_norm")
     ),
     MonkeyPatch(f"{_MODELS}.transformers.fusers.rms_norm:RMSNormFuser.fuse", **_SPREAD_NORM),
     MonkeyPatch(f"{_MODELS}.transformers.fusers.rms_norm:TPAwareNormMixin.forward", **_SPREAD_NORM),
-    MonkeyPatch(f"{_MIXER}:Mixer2RMSNormGated.__init__", **_SPREAD_NORM),
-    MonkeyPatch(f"{_MIXER}:Mixer2RMSNormGated.forward_native", **_SPREAD_NORM),
     MonkeyPatch(f"{_COMMUNICATOR}.__init__", **_SUM),
     MonkeyPatch(f"{_COMMUNICATOR}.all_reduce", **_SUM),
     MonkeyPatch(f"{_COMMUNICATOR}.destroy", **_SUM),

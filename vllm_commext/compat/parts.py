@@ -10,10 +10,9 @@ from vllm_commext.compat.api_checks import (
     COMMUNICATORS,
     FUSERS,
     MINIMAX_NORM,
-    MIXER,
+    OLMOE,
     PASSES,
     QUEUES,
-    SPREAD_NORMS,
 )
 from vllm_commext.compat.api_connector import BASE, BLOCKS, CONNECTORS, ENGINE, MAMBA_UTILS, SPECS
 
@@ -170,18 +169,10 @@ PARTS: tuple[Part, ...] = (
             f"{MINIMAX_NORM}.rms_norm_tp:_minimax_qk_norm_fusion",
         ),
     ),
-    *(
-        Part(f"norm of {model}", "reduce_rms", _of(path, "__init__", "_apply_qk_norm"), IN_USE)
-        for model, path in SPREAD_NORMS.items()
-    ),
+    Part("norm of OLMoE", "reduce_rms", _of(OLMOE, "__init__", "_apply_qk_norm"), IN_USE),
     Part(
         *("norm of the Transformers backend", "reduce_rms"),
         (f"{FUSERS}:RMSNormFuser.fuse", f"{FUSERS}:TPAwareNormMixin.forward"),
-        IN_USE,
-    ),
-    Part(
-        *("norm of Mamba2", "reduce_rms"),
-        _of(f"{MIXER}:Mixer2RMSNormGated", "__init__", "forward_native"),
         IN_USE,
     ),
 )

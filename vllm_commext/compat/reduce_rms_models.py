@@ -1,9 +1,8 @@
 """vLLM's models with our op for the norms whose rows tensor parallelism has spread over the ranks.
 
 Where the norm of Q and of K runs over all heads, vLLM gathers whole Q and K on every rank,
-normalises them and throws away all but a part; the op exchanges two numbers a token instead. Where
-Mamba2's gated norm has one group, vLLM sums the squares, all-reduces them and normalises: the op
-does it in one launch. Each model is given the op when vLLM imports it.
+normalises them and throws away all but a part; the op exchanges two numbers a token instead. Each
+model is given the op when vLLM imports it.
 
 A layer's `commext_handle` is that of its workspace, and 0 where vLLM's own way is taken.
 """
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
 from vllm_commext.compat import evidence, hooks
-from vllm_commext.compat.api_checks import FUSERS, MIXER, SPREAD_NORMS
+from vllm_commext.compat.api_checks import FUSERS, OLMOE
 from vllm_commext.compat.monkey_patch import original_of, patch_all
 from vllm_commext.errors import UnsupportedError
 
@@ -29,8 +28,7 @@ logger = logging.getLogger("vllm.commext.reduce_rms")
 # What vLLM does without the op.
 FUSED = "vLLM's fused op"  # MiniMax-M2: Q and K in one launch of vLLM's own
 GATHERED = "gathered Q and K"  # whole rows on every rank, normalised and thrown away but for a part
-GATED = "a gated norm"  # Mamba2 with one group: a sum of squares, an all-reduce, the rest
-KINDS = (FUSED, GATHERED, GATED)
+KINDS = (FUSED, GATHERED)
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 _FASTER: dict[tuple[str, str], tuple[int, ...]] = {(FUSED, H200): (2, 4), (GATHERED, H100): (2,)}
@@ -41,7 +39,7 @@ TakePart = Callable[..., "Workspace | None"]
 Tell = Callable[[str], None]
 Give = tuple[TakePart, Tell]
 Norm = Callable[..., Any]
-TRANSFORMERS, MAMBA2 = "the Transformers backend", "Mamba2"
+ATTENTION, TRANSFORMERS = "OLMoE", "the Transformers backend"
 _failures: dict[str, str] = {}
 """By model, what its first layer's trial found; empty where that was all well."""
 
@@ -49,8 +47,7 @@ _failures: dict[str, str] = {}
 def is_faster(kind: str, gpu: str, world_size: int, dtype: str) -> bool:
     """Whether the op was measured faster there than `kind`, one of `KINDS`, at every number of
     tokens, in CUDA graphs: ``benchmarks/reduce_rms.py``, results of 2026-11-22, and
-    ``benchmarks/spread_norms.py``, of 2026-11-24. `GATED` was faster up to 256 tokens and slower
-    from 1024 on, and so is nowhere."""
+    ``benchmarks/spread_norms.py``, of 2026-11-24."""
     return dtype in _DTYPES and world_size in _FASTER.get((kind, gpu), ())
 
 
@@ -126,9 +123,9 @@ def _spreads_whole_rows(attention: Any) -> bool:
     return [norm.weight.numel() for norm in norms if norm is not None] == wanted
 
 
-def _install_attention(model: str, symbol: str, give: Give) -> None:
-    stock_init = original_of(f"{symbol}.__init__")
-    stock_norm = original_of(f"{symbol}._apply_qk_norm")
+def _install_attention(give: Give) -> None:
+    stock_init = original_of(f"{OLMOE}.__init__")
+    stock_norm = original_of(f"{OLMOE}._apply_qk_norm")
 
     @functools.wraps(stock_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
@@ -136,7 +133,7 @@ def _install_attention(model: str, symbol: str, give: Give) -> None:
         self.commext_handle = 0
         if _spreads_whole_rows(self):
             norms, widths = (stock_norm, _apply_qk_norm), (self.q_size, self.kv_size)
-            _serve(model, GATHERED, self, norms, widths, give)
+            _serve(ATTENTION, GATHERED, self, norms, widths, give)
 
     @functools.wraps(stock_norm)
     def _apply_qk_norm(self: Any, q: "torch.Tensor", k: "torch.Tensor") -> Any:
@@ -153,7 +150,7 @@ def _install_attention(model: str, symbol: str, give: Give) -> None:
             self.q_norm.variance_epsilon,
         )
 
-    patch_all({f"{symbol}.__init__": __init__, f"{symbol}._apply_qk_norm": _apply_qk_norm})
+    patch_all({f"{OLMOE}.__init__": __init__, f"{OLMOE}._apply_qk_norm": _apply_qk_norm})
 
 
 def _install_transformers(give: Give) -> None:
@@ -193,35 +190,6 @@ def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
     return prefix.rpartition(".")[2] in QK_NORMS and norm.weight.numel() > head_size
 
 
-def _install_mamba2(give: Give) -> None:
-    symbol = f"{MIXER}:Mixer2RMSNormGated"
-    stock_init = original_of(f"{symbol}.__init__")
-    stock_forward = original_of(f"{symbol}.forward_native")
-
-    @functools.wraps(stock_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
-        stock_init(self, *args, **kwargs)
-        self.commext_handle = 0
-        if self.tp_size > 1 and self.n_groups == 1 and self.use_rms_norm:
-            norms, widths = (stock_forward, forward_native), [self.weight.numel()] * 2
-            _serve(MAMBA2, GATED, self, norms, widths, give)
-
-    @functools.wraps(stock_forward)
-    def forward_native(self: Any, x: "torch.Tensor", gate: "torch.Tensor") -> Any:
-        import torch
-
-        if not self.commext_handle:
-            return stock_forward(self, x, gate)
-        gated = x * torch.nn.functional.silu(gate.to(torch.float32))
-        out = torch.ops.vllm_commext.reduce_rms_norm(
-            *(gated.reshape(-1, x.shape[-1]), self.weight, self.commext_handle),
-            self.variance_epsilon,
-        )
-        return out.to(x.dtype).view(x.shape)
-
-    patch_all({f"{symbol}.__init__": __init__, f"{symbol}.forward_native": forward_native})
-
-
 def put(model: str, action: Callable[[], None]) -> None:
     """Act where there is evidence for that model's norm; else vLLM's own remains, with a line."""
     try:
@@ -242,11 +210,9 @@ def install(take_part: TakePart, tell: Tell) -> None:
     """
     give = (take_part, tell)
     models: dict[str, tuple[str, Callable[[Give], None]]] = {
-        model: (symbol.partition(":")[0], functools.partial(_install_attention, model, symbol))
-        for model, symbol in SPREAD_NORMS.items()
+        ATTENTION: (OLMOE.partition(":")[0], _install_attention),
+        TRANSFORMERS: (FUSERS, _install_transformers),
     }
-    models[TRANSFORMERS] = (FUSERS, _install_transformers)
-    models[MAMBA2] = (MIXER, _install_mamba2)
     for model, (module, install_in) in models.items():
         action = functools.partial(put, model, functools.partial(install_in, give))
         hooks.when_imported(module, action)
