@@ -26,6 +26,8 @@ KINDS = (
     "cut_side_channel",
     "kill_prefill",
 )
+BOUND_SECONDS = 120.0
+"""For an answer on a busy machine; ``make chaos`` has the bound that is promised."""
 
 
 def run_here(
@@ -53,6 +55,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
         num_prompts=12,
         plain_reference=False,
         max_delay_seconds=0.5,
+        bound_seconds=BOUND_SECONDS,
     )
     report = as_markdown(record) + "\n" + "\n".join(lines)
     assert failures(record, timed=False) == [], report

@@ -38,9 +38,9 @@ from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 
 KIND = os.environ.get("COMMEXT_TEST_CONNECTOR", "ours")
 ENGINE_ID = "prefill-engine"
-LEASE_SECONDS = 4
-TRANSFER_SECONDS = 4
-HANDSHAKE_SECONDS = 4
+LEASE_SECONDS = 8
+TRANSFER_SECONDS = 8
+HANDSHAKE_SECONDS = 8
 ANSWER_SECONDS = 45.0
 START_SECONDS = 90.0
 # Few enough for a test to make the prefill server use each of them again.

@@ -86,14 +86,14 @@ def _key(called: str) -> Key:
     return sample.name, frozenset(sample.labels.items())
 
 
-def scrape(url: str, timeout_seconds: float = 10.0) -> Metrics:
+def scrape(url: str, timeout_seconds: float = 60.0) -> Metrics:
     """Fetch and read ``url``/metrics."""
     with urlopen(f"{url}/metrics", timeout=timeout_seconds) as response:
         return parse(response.read().decode())
 
 
 def wait_for_added(
-    url: str, earlier: Metrics, name: str, at_least: float, seconds: float = 10.0
+    url: str, earlier: Metrics, name: str, at_least: float, seconds: float = 60.0
 ) -> Metrics:
     """What was added since ``earlier``, as soon as ``name`` has grown by ``at_least``.
 
