@@ -34,11 +34,12 @@ from vllm_commext import plugin
 from vllm_commext.compat import kv_connector
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
-from vllm_commext.nixl import engine_facts
+from vllm_commext.nixl import connector, engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
+from vllm_commext.nixl.pipeline import ONE_STAGE
 from vllm_commext.nixl.vllm_cache import groups_of, needs_zeroed_blocks
 
 VLLM = Version(vllm.__version__.split("+")[0])
@@ -265,6 +266,18 @@ def test_pipeline_stages_are_served_where_vllm_names_their_workers(
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings())
     with pytest.raises(UnsupportedError, match=r"-size 2: vLLM .* alone: start without it"):
         engine_facts.check_supported(staged(), cache_config(FULL), settings())
+
+
+def test_a_worker_of_one_of_several_stages_has_its_place_and_asks_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SimpleNamespace(world_size=2, rank_in_group=1, cpu_group="of both")
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_pp_group", lambda: group)
+    monkeypatch.setattr(connector, "gather_bytes", lambda own, among: [among.encode(), own])
+    found = connector.pipeline_of(staged())
+    assert (found.size, found.index) == (2, 1)
+    assert found.gather(b"ours") == [b"of both", b"ours"]
+    assert connector.pipeline_of(vllm_config()) is ONE_STAGE
 
 
 def test_what_does_not_go_with_pipeline_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

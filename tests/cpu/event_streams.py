@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 
 from tests.kit import cluster, parity
+from tests.kit.metrics import Metrics
 from tests.kit.servers import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
 # What the tiny model says first follows from the last characters: a chat ends with its number, or
 # hundreds would have to be asked for one that begins with a letter.
 CHAT_TEMPLATE = (
@@ -183,3 +185,10 @@ def first_word(plain: Server, path: str, body: Mapping[str, Any]) -> str:
     (choice,) = parity.post(f"{plain.url}{path}", one).json()["choices"]
     message = choice if path == COMPLETIONS else choice["message"]
     return "".join(message.get(name) or "" for name in _TEXTS)
+
+
+def check_source(added: Metrics, way: str, count: int = 1) -> None:
+    """So many first tokens came in a way; one that comes later than its prompt, as on a busy
+    machine, is the decode server's own."""
+    late = added.total(FIRST_TOKENS, way="not_offered") if way == "prefill" else 0
+    assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == count

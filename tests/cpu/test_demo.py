@@ -78,6 +78,7 @@ def test_a_pretrained_model_answers_questions_and_reads_a_long_file(
     assert "Paris" in answers[0][2]
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [*DEMO, "--folder", str(tmp_path)],

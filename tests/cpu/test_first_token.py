@@ -21,16 +21,17 @@ from tests.cpu.event_streams import (
     CHAT,
     CHAT_TEMPLATE,
     COMPLETIONS,
+    FIRST_TOKENS,
     Told,
     asked,
     body_of,
     canonical,
+    check_source,
     first_word,
     spoken,
     tokens_and_first,
     told,
 )
-from tests.cpu.first_tokens import FIRST_TOKENS, check_source
 from tests.cpu.test_speculation import NGRAM, speculation
 from tests.kit import LOADS_BEGIN, cluster, parity
 from tests.kit.composed import OWN, Cluster, Pair, prompts
@@ -57,6 +58,8 @@ TOOLS: list[dict[str, Any]] = [
 ]
 PARSERS = ("olmo3", pytest.param("k2_horizon", marks=pytest.mark.long))
 """These name the one token of an unstreamed answer's otherwise than the first one of a stream."""
+NAMES = ("id", "created", "system_fingerprint", "kv_transfer_params")
+"""Of an answer, what is a server's own."""
 MARKUP = ("Ġ</", "</", "think", "<think>", "</think>", "<ifm|think>", "</ifm|think>")
 """Tokens that such parsers look for, in the place of control characters."""
 
@@ -143,6 +146,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "usage": (COMPLETIONS, USAGE, "prefill"),
     "continuous usage": (COMPLETIONS, CONTINUOUS, "prefill"),
     "token ids": (COMPLETIONS, {"return_token_ids": True}, "prefill"),
+    "one token": (COMPLETIONS, {"max_tokens": 1, **USAGE}, "prefill"),
     "two tokens": (COMPLETIONS, {"max_tokens": 2, **USAGE}, "prefill"),
     "a stop token": (COMPLETIONS, {"stop_token_ids": list(range(256)), **USAGE}, "prefill"),
     "stop strings": (COMPLETIONS, {"stop": list("aeio"), "max_tokens": 40}, "prefill"),
@@ -153,6 +157,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a least length": (COMPLETIONS, {"min_tokens": 3}, "min_tokens"),
     "a grammar": (COMPLETIONS, {"structured_outputs": {"regex": "[a-c]{9}"}}, "grammar"),
     "a chat": (CHAT, {}, "prefill"),
+    "a chat of one token": (CHAT, {"max_tokens": 1, **USAGE}, "prefill"),
     "a chat with usage": (CHAT, USAGE, "prefill"),
     "a chat with token ids": (CHAT, {"return_token_ids": True, **CONTINUOUS}, "prefill"),
     "a chat without reasoning": (CHAT, {"include_reasoning": False}, "prefill"),
@@ -171,10 +176,34 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALWAYS = {
+    *("greedy", "one token", "stop strings", "log probabilities", "a seed", "a grammar"),
+    *("a chat of one token", "a chat with token ids", "a chat with tools"),
+}
+"""Kinds that go with `make test`; tests/contract has all, without servers."""
+STREAMS = [pytest.param(kind, marks=[] if kind in ALWAYS else pytest.mark.long) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_is_that_of_one_server(servers: Servers, kind: str) -> None:
     path, changes, way = KINDS[kind]
     check(servers, path, body_of(path, changes), way)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_an_answer_in_one_piece_is_that_of_one_server(servers: Servers, kind: str) -> None:
+    path, changes, way = KINDS[kind]
+    body = {**body_of(path, changes), "stream": False}
+    body.pop("stream_options", None)
+    before = scrape(servers.decode.url)
+    got, own = (
+        parity.post(f"{server.url}{path}", body).json() for server in (servers.proxy, servers.plain)
+    )
+    assert {name: got[name] for name in got if name not in NAMES} == {
+        name: own[name] for name in own if name not in NAMES
+    }
+    wait_for_added(servers.decode.url, before, FIRST_TOKENS, at_least=1)
+    check_source(scrape(servers.decode.url).minus(before), way)
 
 
 def signal_each(pids: Iterable[int], number: signal.Signals) -> None:
@@ -182,7 +211,13 @@ def signal_each(pids: Iterable[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-@pytest.mark.parametrize("kind", ["echo", "a chat with usage", "a chat with token ids"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a chat with token ids",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("echo", "a chat with usage")),
+    ],
+)
 def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, kind: str) -> None:
     """A server that stood still while tokens came writes them as one event."""
     path, changes, _ = KINDS[kind]
@@ -287,6 +322,7 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
         assert added.total(FIRST_TOKENS, way="prefill") == added.total(FAILURES) == 1
 
 
+@pytest.mark.long
 def test_a_decode_server_that_is_killed_after_the_first_token_ends_the_stream(
     servers: Servers, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu import first_tokens, official_client
+from tests.cpu import official_client
 from tests.cpu.behind_proxy import SECRET, Servers, new_prompt, new_text, serving
 from tests.cpu.router_requests import ROUTERS, text_of
 from tests.kit import cluster
@@ -31,7 +31,6 @@ LOG_SECONDS = 30
 ATOL = 1e-4  # nats, at float32
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
-ONE_TOKEN = ("one token", "a chat of one token")
 
 
 @pytest.fixture(scope="module")
@@ -227,31 +226,8 @@ def test_the_official_client_asks_several_at_once(servers: Servers) -> None:
     assert got == official_client.ask_at_once(servers.plain.url, text)
 
 
-# Other streams are compared in test_first_token.py.
-FIRST = [
-    *((kind, False) for kind in first_tokens.KINDS),
-    *(
-        pytest.param(kind, True, marks=[] if kind in ONE_TOKEN else pytest.mark.long)
-        for kind in first_tokens.KINDS
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "stream"), FIRST)
-def test_a_first_token_from_the_prefill_server_is_that_of_one_server(
-    servers: Servers, kind: str, stream: bool
-) -> None:
-    path, changes, way = first_tokens.KINDS[kind]
-    body = {**body_of(path, {"logprobs": None}), **changes}
-    before = scrape(servers.decode.url)
-    got = first_tokens.told(servers.proxy.url, path, body, stream=stream)
-    assert got == first_tokens.told(servers.plain.url, path, body, stream=stream)
-    ways = servers.added(before, first_tokens.FIRST_TOKENS, at_least=1)
-    first_tokens.check_source(ways, way)
-
-
 def test_another_first_token_is_another_answer(servers: Servers) -> None:
-    """The control of the test above: the token is used, and a wrong one shows."""
+    """The control of ``test_first_token.py``: the token is used, and a wrong one shows."""
     body = body_of(COMPLETIONS, {"logprobs": None})
     expected = ask(servers.plain, COMPLETIONS, body)["choices"][0]["token_ids"]
     secret = SECRET["COMMEXT_NIXL_SECRET"].encode()

@@ -37,16 +37,9 @@ Size = tuple[int, int]
 EVERY = tuple(itertools.product((1, 2), (1, 2)))
 STAGED = ((2, 1), (2, 2))
 """Of these there are two servers among ``EVERY``: none reads from itself."""
-# What goes with `make test`, and all sizes of prefill and decode engines.
-CASES = [
-    pytest.param("llama", ((2, 1), (1, 2)), id="llama"),
-    *(
-        pytest.param(kind, EVERY, id=f"{kind}-every", marks=pytest.mark.long)
-        for kind in ("llama", "nemotron", "mla")
-    ),
-]
+KINDS_SERVED = ("llama", "nemotron", "mla")
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)
@@ -87,31 +80,21 @@ def engine(size: Size, kind: str, model: Path, folder: Path, name: str = "") -> 
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=KINDS_SERVED)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    kind, sizes = request.param
+    kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = write_tiny_model(folder / "model", kind)
-    servers = {size: engine(size, kind, model, folder) for size in sizes}
-    twins = {
-        size: engine(size, kind, model, folder, "twin")
-        for size in (STAGED if sizes == EVERY else ())
-    }
+    servers = {size: engine(size, kind, model, folder) for size in EVERY}
+    twins = {size: engine(size, kind, model, folder, "twin") for size in STAGED}
     with cluster.all_ready([*servers.values(), *twins.values()]):
         own = {
             size: [complete(server.url, cluster.MODEL_NAME, one) for one in prompts()]
             for size, server in servers.items()
         }
         yield Engines(kind, servers, twins, own)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The same servers for all tests of a case."""
-    if "engines" in metafunc.fixturenames:
-        params = [pytest.param(one.values, id=one.id, marks=one.marks) for one in CASES]
-        metafunc.parametrize("engines", params, indirect=True, scope="module")
 
 
 def test_answers_are_the_decode_engines_own(engines: Engines) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from tests.kit import cluster
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, complete, tls
-from tests.kit.prompts import Prompt, prompt_set
+from tests.kit.prompts import Prompt, equal_prompts, prompt_set
 from tests.kit.servers import ProxyServer, VllmServer
 
 NUM_PROMPTS = 9
@@ -44,9 +45,14 @@ def references(engines: list[VllmServer]) -> list[Completion]:
 @pytest.mark.parametrize(
     ("args", "kinds"),
     [
-        pytest.param(["--placement", "local"], {"least_work"}, id="local"),
+        pytest.param(["--placement", "local"], {"least_work"}, id="local", marks=pytest.mark.long),
         pytest.param(["--placement", "fixed"], set[str](), id="handed over"),
-        pytest.param(["--ttft-ms", "60000", "--tpot-ms", "60000"], {"local"}, id="loose"),
+        pytest.param(
+            ["--ttft-ms", "60000", "--tpot-ms", "60000"],
+            {"local"},
+            id="loose",
+            marks=pytest.mark.long,
+        ),
         pytest.param(["--tpot-ms", "1"], {"least_work"}, id="tight"),
     ],
 )
@@ -74,3 +80,30 @@ def test_answers_are_the_same_wherever_a_request_is_placed(
     assert all(page.total(PLACED, kind=kind) for kind in kinds)
     if not kinds:
         assert page.total("commext_proxy_affinity_tokens_total", role="prefill") > 0
+
+
+@pytest.mark.long
+def test_answers_stay_the_same_while_the_load_changes(
+    engines: list[VllmServer], tmp_path: Path
+) -> None:
+    """Long prompts beside answers that run, and then short ones with long answers."""
+    running = [(one, 120) for one in equal_prompts(6, 40, 31)]
+    loads = [[*running, *((one, 4) for one in equal_prompts(10, 900, 32))]]
+    loads.append([(one, 60) for one in equal_prompts(12, 12, 33)])
+
+    def answer(url: str, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+        name = cluster.MODEL_NAME
+        return complete(url, name, prompt, max_tokens=max_tokens, stream=True).token_ids
+
+    urls = [option for engine in engines for option in ("--engine", engine.url)]
+    limits = ["--ttft-ms", "2000", "--tpot-ms", "30"]
+    args = [*urls, *cluster.PATIENT_PROXY_ARGS, *limits]
+    with (
+        cluster.all_ready([proxy := ProxyServer("proxy", [], [], tmp_path, args=args)]),
+        ThreadPoolExecutor(9) as clients,
+    ):
+        right, *found = (
+            [[*clients.map(partial(answer, url), *zip(*load, strict=True))] for load in loads]
+            for url in (engines[0].url, proxy.url, proxy.url)
+        )
+    assert found == [right, right]

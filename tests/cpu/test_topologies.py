@@ -10,7 +10,7 @@ one: to the bit between equal sizes, and within what the sizes' own answers diff
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,19 +18,21 @@ import pytest
 from tests.kit import cluster, fleet
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, compare, complete, near_enough, prefill
-from tests.kit.servers import VllmServer
+from tests.kit.servers import ProxyServer, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
 PROMPT_TOKENS = 130
+CHUNK_TOKENS = PROMPT_TOKENS - 1
 NUM_PROMPTS = 3
+STREAMED_LENGTHS = (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS + 64)
 PAUSE_SECONDS = 0.3  # of each client between two requests
 NUM_ANSWERS = 6  # under load, between two changes: two of each client
 PREFIX = "vllm:commext_nixl_"
+HANDOVERS = f"{PREFIX}handovers_total"
 # Engines by a letter and their tensor-parallel size: each pair prefills and decodes. From two ranks
 # to two is in test_shm_queue.py.
-SPLIT = [("a1", "a2")]
-BOTH_WAYS = [*SPLIT, ("a2", "a1")]
+BOTH_WAYS = [("a1", "a2"), ("a2", "a1")]
 ALL = [*BOTH_WAYS, ("a1", "b1")]
 SERVED = {
     "llama": ALL,
@@ -38,9 +40,12 @@ SERVED = {
     "granite1": BOTH_WAYS,
     "nemotron": BOTH_WAYS,
     "qwen3next": ALL,
-    "swa": SPLIT,
+    "swa": BOTH_WAYS,
+    "gptoss": BOTH_WAYS,
+    "mixtral": BOTH_WAYS,
 }
-# What goes with `make test`: attention and states; windows are in test_windows.py.
+STREAMED = ("llama", "granite1", "qwen3next", "swa", "gptoss", "mixtral")
+# What goes with `make test`: attention and states.
 ALWAYS = ("llama", "granite1")
 KINDS_SERVED = [
     kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.long) for kind in SERVED
@@ -70,17 +75,31 @@ class Engines:
     @property
     def noise(self) -> float:
         """How far the own answers of the two sizes are apart, in nats."""
-        pairs = zip(self.own["1"], self.own["2"], strict=True)
-        return max(compare(one, two).max_logprob for one, two in pairs)
+        return noise_of(self.own)
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int] = (PROMPT_TOKENS,) * NUM_PROMPTS) -> list[list[int]]:
     numbers = random.Random(5)
-    return [[numbers.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+    return [[numbers.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def own_answers(
+    servers: Mapping[str, VllmServer], asked: Sequence[Sequence[int]]
+) -> dict[str, list[Completion]]:
+    """What an engine of each size answers by itself."""
+    return {
+        size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in asked]
+        for size in ("1", "2")
+    }
+
+
+def noise_of(own: Mapping[str, Sequence[Completion]]) -> float:
+    pairs = zip(own["1"], own["2"], strict=True)
+    return max(compare(one, two).max_logprob for one, two in pairs)
 
 
 def engine(name: str, kind: str, model: Path, folder: Path) -> VllmServer:
-    split = ["--max-num-batched-tokens", str(PROMPT_TOKENS - 1)]
+    split = ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
     return cluster.engine_server(
         name,
         model,
@@ -102,11 +121,7 @@ def engines(
     names = sorted({name for pair in SERVED[kind] for name in pair})
     servers = {name: engine(name, kind, model, folder) for name in names}
     with cluster.all_ready(servers.values()):
-        own = {
-            size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in prompts()]
-            for size in ("1", "2")
-        }
-        yield Engines(kind, SERVED[kind], servers, own, folder)
+        yield Engines(kind, SERVED[kind], servers, own_answers(servers, prompts()), folder)
 
 
 def test_answers_are_the_decode_engines_own(engines: Engines) -> None:
@@ -146,6 +161,37 @@ def check_pair(engines: Engines, prefill: str, decode: str) -> None:
         return
     assert max(one.max_logprob for one in differences) <= 2 * engines.noise
     assert all(near_enough(one, two, engines.noise) for one, two in zip(own, got, strict=True))
+
+
+@pytest.mark.long
+def test_answers_are_the_decode_engines_own_where_prompts_are_read_while_they_are_computed(
+    engines: Engines,
+) -> None:
+    if engines.kind not in STREAMED:
+        pytest.skip("states of several groups: whole prompts are handed over")
+    own = own_answers(engines.servers, prompts(STREAMED_LENGTHS))
+    noise = noise_of(own)
+    for source, target in BOTH_WAYS:
+        url = engines.servers[target].url
+        before, answers = scrape(url), own[target[1]]
+        with ProxyServer(
+            f"proxy-{source}-{target}",
+            [engines.servers[source].url],
+            [url],
+            engines.folder,
+            args=cluster.PATIENT_PROXY_ARGS,
+        ) as proxy:
+            for right in answers:
+                found = complete(proxy.url, cluster.MODEL_NAME, right.prompt)
+                assert compare(right, found).max_logprob <= 2 * noise
+                assert near_enough(right, found, noise)
+            altered = complete(proxy.url, cluster.MODEL_NAME, [33, *answers[1].prompt[1:-1], 33])
+        assert not near_enough(answers[1], replace(altered, prompt=answers[1].prompt), noise)
+        added = wait_for_added(url, before, HANDOVERS, at_least=len(answers) + 1)
+        assert added.total(HANDOVERS, way="streamed") == len(answers) + 1
+        assert added.total(f"{PREFIX}failures_total") == 0
+        # Chunks are reads of their own: more of them than requests.
+        assert added.total(f"{PREFIX}transfer_seconds_count") > len(answers) + 1
 
 
 # The last one of its engines: two of them end.
