@@ -25,7 +25,6 @@ from tests.kit.served import SERVED
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=2000)
@@ -80,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run and report."""
     args = parser().parse_args()
     folder = args.out.with_name(args.out.name + ".logs")
     folder.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,6 @@ def settled(take: Callable[[], Census], before: Census, seconds: float = SETTLE_
 
 
 def growth(before: Census, after: Census) -> list[str]:
-    """What has grown by more than its tolerance; ``leak`` judges memory closer."""
     more = after.kinds - before.kinds
     descriptors = f"file descriptors ({', '.join(f'{more[kind]} {kind}' for kind in more)})"
     changes = (

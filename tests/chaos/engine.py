@@ -56,16 +56,13 @@ class Engine:
         self.pids = frozenset(self.server.pids())
 
     def stop(self) -> None:
-        """End it, if it was started."""
         if self.running is not None:
             self.running.stop()
 
     def take_census(self) -> Census:
-        """What it holds now."""
         return take_census(self.server.pids())
 
     def take_baseline(self) -> None:
-        """Remember what it holds, if it has not been counted since its start."""
         if self.baseline is None:
             self.baseline = self.take_census()
 
@@ -85,5 +82,4 @@ class Engine:
         return row, [f"{self.server.name}: {line}" for line in growth(before, now)]
 
     def leaks(self) -> list[str]:
-        """Whether its memory grows with each fault."""
         return [f"{self.server.name}: {line}" for line in leak(self.heap_bytes)]

@@ -81,7 +81,6 @@ class Scene:
         return self.load.note(reference, answer)
 
     def reuse_blocks(self) -> None:
-        """Let the prefill engine give every block that is free to other prompts."""
         num_prompts = NUM_BLOCKS * cluster.BLOCK_SIZE // LONG_PROMPT
         for _ in range(num_prompts):
             prompt = make_prompts(1, self.rng.randrange(1 << 30))[0] * 30
@@ -90,7 +89,6 @@ class Scene:
 
 
 def inject(fault: Fault, testbed: Testbed, load: Load) -> list[str]:
-    """Let a fault happen; what should not have happened meanwhile."""
     scene = Scene(testbed, load, random.Random(fault.seed))
     return ACTIONS[fault.kind](scene) or []
 
@@ -104,7 +102,6 @@ def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
 
 
 def _kill_pair(scene: Scene) -> None:
-    """As where their host is lost."""
     scene.load.running.leave(*scene.testbed.names(DECODE), lost=True)
     for role in (PREFILL, DECODE):
         scene.testbed.signal(role, signal.SIGKILL)
@@ -199,7 +196,6 @@ def _network(*, cut: bool) -> Callable[[Scene], None]:
 
 
 def _crowd_prefill(scene: Scene) -> list[str]:
-    """Prompts straight to P, more than it has blocks for, among those of the load."""
     url = scene.testbed.url(PREFILL)
     prompts = [
         (make_prompts(1, scene.rng.randrange(1 << 30))[0] * 30)[:CROWDING_PROMPT]
@@ -214,7 +210,6 @@ def _crowd_prefill(scene: Scene) -> list[str]:
 
 
 def _drain_decode(scene: Scene) -> list[str]:
-    """Half of the streams go on from their tokens, the others have log probabilities."""
     testbed, most = scene.testbed, DRAINED_TOKENS
     prompts = [scene.reference().prompt for _ in range(NUM_DRAINED)]
     url, proxy_url = testbed.url(DECODE), testbed.proxy_url
@@ -240,8 +235,6 @@ def _drain_decode(scene: Scene) -> list[str]:
 
 
 def _kill_while_moving(*, taker: bool) -> Callable[[Scene], None]:
-    """Kill the engine that drains, or the other one, which its streams go to."""
-
     def act(scene: Scene) -> None:
         testbed, running = scene.testbed, scene.load.running
         drained = testbed.url(DECODE)

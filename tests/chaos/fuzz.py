@@ -21,7 +21,6 @@ SECRET = b"a secret that is shared"
 
 
 def main() -> int:
-    """Send it all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--frames", type=int, default=1_000_000)

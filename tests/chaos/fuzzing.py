@@ -62,21 +62,17 @@ class Growth:
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds now."""
-
     heap_bytes: int
     num_blocks: int
     num_threads: int
     num_descriptors: int
 
     def growth_since(self, before: Held, num_sent: int, num_refused: int) -> Growth:
-        """What it holds more."""
         pairs = zip(vars(self).values(), vars(before).values(), strict=True)
         return Growth(num_sent, num_refused, *(after - earlier for after, earlier in pairs))
 
 
 def held() -> Held:
-    """Take it, without garbage."""
     gc.collect()
     census = take_census([os.getpid()])
     return Held(heap_bytes(), sys.getallocatedblocks(), census.threads, census.descriptors)
@@ -158,7 +154,6 @@ def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
 
 
 def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-    """Send frames and take an answer to each."""
     for frame in frames:
         dealer.send(frame[: wire.MAX_REQUEST_BYTES])
     for number in range(len(frames)):
@@ -175,7 +170,6 @@ def _deliver(
     outcomes: CompletionQueue,
     batch: Sequence[bytes],
 ) -> None:
-    """Send notifications, then the release of a request that is held; wait for its end."""
     name = f"held-{next(_numbers)}"
     manager.hold(Hold(name, 600.0, -1, 0))
     for message in batch:

@@ -53,7 +53,6 @@ class Recovery:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether service was back as soon as it has to be."""
         return (
             self.succeeded
             and self.attempts <= MAX_ATTEMPTS

@@ -139,11 +139,9 @@ class Load:
 
     @property
     def bound_seconds(self) -> float:
-        """How long an answer may take."""
         return self.least_seconds + SECONDS_A_TOKEN * (self.max_tokens - MAX_TOKENS)
 
     def salted(self, extra: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-        """What is laid over one request, with a salt of its own where requests have one."""
         return {**extra, **({"cache_salt": uuid.uuid4().hex} if self.salts else {})}
 
     def start(self, num_clients: int) -> None:
@@ -155,7 +153,6 @@ class Load:
             thread.start()
 
     def pause(self) -> bool:
-        """Let all running requests end and send none; whether they have ended in time."""
         self._go.clear()
         deadline = time.monotonic() + self.bound_seconds + 1.0
         while self._busy.total() and time.monotonic() < deadline:
@@ -167,7 +164,6 @@ class Load:
         self._go.set()
 
     def stop(self) -> bool:
-        """End all clients; whether they have ended in time."""
         self._stop.set()
         self._go.set()
         deadline = time.monotonic() + self.bound_seconds + 1.0
@@ -220,7 +216,6 @@ class Load:
 
 
 def _shortened(text: str) -> str:
-    """The error without what differs from request to request."""
     return NUMBERS.sub("#", " ".join(text.split()))[:MAX_ERROR_TEXT]
 
 

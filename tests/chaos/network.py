@@ -36,12 +36,10 @@ class Link:
     far_address: str
 
     def enter(self) -> list[str]:
-        """What to put before a command so that it runs in the namespace."""
         return ["ip", "netns", "exec", self.namespace]
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """Nothing passes in either direction, and nobody is told."""
         self._set_far("down")
         try:
             yield

@@ -52,14 +52,12 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
 
 
 def _not_read(testbed: Testbed) -> float:
-    """Requests so far that were answered without a read, which was not where they were placed."""
     page = testbed.proxy_metrics()
     placed = page.total(LOCAL_PREFILLS, reason="placement")
     return page.total(LOCAL_PREFILLS) - placed + testbed.failed_loads()
 
 
 def wait_for_proxy(url: str, deadline: float) -> str:
-    """Until the proxy has noticed that its engines are back; else what it said last."""
     why = ""
     while time.monotonic() < deadline:
         try:

@@ -48,7 +48,6 @@ class Relay:
                 threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
     def stop(self) -> None:
-        """End the relay's threads within ``POLL_SECONDS`` or so."""
         self._stop.set()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:

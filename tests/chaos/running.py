@@ -26,7 +26,6 @@ class Running:
             self._at[client] = engine
 
     def end(self, client: int, how: str) -> None:
-        """It has ended, if it had begun."""
         with self._lock:
             self._at.pop(client, None)
             if client in self._has_lost:

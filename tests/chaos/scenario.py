@@ -173,8 +173,6 @@ def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | Non
 
 
 class _Run:
-    """The faults, one after the other, under load."""
-
     def __init__(
         self,
         scenario: Scenario,
@@ -277,7 +275,6 @@ class _Run:
         time.sleep(WARM_UP_SECONDS)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Engines that may read from one another."""
         prefill, decode = self._stage.urls(PREFILL), self._stage.urls(DECODE)
         if self._scenario.adaptive:
             alone, everyone = self._stage.url(PREFILL), [*prefill, *decode]
@@ -285,7 +282,6 @@ class _Run:
         return list(product(prefill, decode))
 
     def _settle(self, when: str, roles: Sequence[str], *, compare: bool = False) -> None:
-        """Pause the load and count what the engines hold: a baseline, or against it."""
         problems: list[str] = []
         if not self._load.pause():
             problems.append("requests did not end within their bound")

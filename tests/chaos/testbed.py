@@ -79,7 +79,6 @@ SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
 
 def on_gpu(gpu: str) -> Mapping[str, str | None]:
-    """What a server's environment has on a GPU, and nothing of what it has on CPUs."""
     return {**dict.fromkeys(CPU_ENVIRON), **CUDA_ENVIRON, "CUDA_VISIBLE_DEVICES": gpu}
 
 
@@ -127,7 +126,6 @@ class Testbed:
     _reused: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
     def start(self) -> None:
-        """Start everything and wait until the proxy says that it can serve."""
         for role in (PREFILL, DECODE):
             self.engines[role] = self._begin(role, role)
             if self.with_spares:
@@ -150,32 +148,26 @@ class Testbed:
         self.proxy.wait_ready()
 
     def stop(self) -> None:
-        """End everything."""
         if self.proxy is not None:
             self.proxy.stop()
         for engine in self._all():
             engine.stop()
 
     def host(self, role: str) -> str:
-        """Address of an engine."""
         return self.link.far_address if self.link and role == PREFILL else LOOPBACK
 
     def urls(self, role: str) -> list[str]:
-        """Base URLs of all engines of a role."""
         return [self._url(engine) for engine in self._all() if engine.role == role]
 
     def url(self, role: str) -> str:
-        """Base URL of an engine."""
         return self._url(self.engines[role])
 
     @property
     def proxy_url(self) -> str:
-        """Base URL of the proxy."""
         assert self.proxy is not None, "not started"
         return self.proxy.url
 
     def aim(self, rng: random.Random) -> None:
-        """From now on faults come to the engine of each role that has most under way."""
         in_flight = self.admin.in_flight()
         for role, spare in self.spares.items():
             both = [self.engines[role], spare]
@@ -183,11 +175,9 @@ class Testbed:
             self.spares[role], self.engines[role] = both
 
     def exchange(self, role: str) -> None:
-        """From now on faults come to the other engine of a role."""
         self.engines[role], self.spares[role] = self.spares[role], self.engines[role]
 
     def names(self, role: str) -> tuple[str, str]:
-        """What the proxy calls the engine that faults come to, and the other one."""
         is_spare = self.engines[role].name != role
         return f"{role}{int(is_spare)}", f"{role}{int(not is_spare)}"
 
@@ -225,7 +215,6 @@ class Testbed:
         return self.proxy_metrics().total("commext_proxy_streams_total", way="streamed")
 
     def count_reused(self) -> None:
-        """Remember what the decode engines have read of one another, before one is killed."""
         for engine in self._all():
             if engine.role == DECODE:
                 page = scrape(self._url(engine))
@@ -233,7 +222,6 @@ class Testbed:
                 self._reused[engine.server.name] = counts
 
     def reused(self) -> dict[str, int]:
-        """What all decode engines have read of one another until they were killed."""
         self.count_reused()
         return {what: sum(one[what] for one in self._reused.values()) for what in REUSED}
 
@@ -282,7 +270,6 @@ class Testbed:
             time.sleep(0.5)
 
     def take_baseline(self, role: str) -> None:
-        """Remember what an engine holds, if it has not been counted since its start."""
         self.engines[role].take_baseline()
 
     def sample_memory(self) -> None:
@@ -292,7 +279,6 @@ class Testbed:
             self.memory[engine.server.name] = [size >> 10 for size in engine.heap_bytes]
 
     def compare_with_baseline(self, role: str) -> list[str]:
-        """What an engine holds more than at its baseline; keeps both for the report."""
         engine = self.engines[role]
         compared = engine.compare_with_baseline()
         if compared is None:
@@ -302,7 +288,6 @@ class Testbed:
         return [*problems, *engine.leaks()]
 
     def leaks_of_spares(self) -> list[str]:
-        """Of those that no fault has come to, whose memory grows with each."""
         return [problem for engine in self.spares.values() for problem in engine.leaks()]
 
     def _blocks_in_use(self, role: str) -> float:

@@ -54,14 +54,12 @@ class Servers:
         return complete(self.decode.url, cluster.MODEL_NAME, prompt, extra=extra)
 
     def added(self, before: Metrics, name: str, at_least: float) -> Metrics:
-        """What the decode server counts since ``before``; it reports with its next step."""
         self.decoded(new_prompt(8), None)
         return wait_for_added(self.decode.url, before, name, at_least=at_least)
 
 
 @contextmanager
 def serving(model: Path, folder: Path) -> Iterator[Servers]:
-    """All four, ready."""
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]

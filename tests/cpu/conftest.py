@@ -30,8 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked(forked_servers: None) -> None:
-    """As ``forked_servers``."""
+def _forked(forked_servers: None) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +68,5 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Iterator[Cluster]:
-    """Where a test's servers come from; they end with it."""
     with ExitStack() as stack:
         yield Cluster(tmp_path, stack)

@@ -106,7 +106,6 @@ def canonical(stream: Told) -> dict[str, Any]:
 
 
 def _is_in_the_middle(content: Mapping[str, Any]) -> bool:
-    """Whether an event without its texts and lists has nothing left."""
     choices = content["choices"]
     return bool(choices) and not any(
         choice.get("finish_reason") or choice.get("delta") for choice in choices
@@ -134,12 +133,10 @@ def _written(content: Mapping[str, Any]) -> bytes:
 
 
 def _rounded(number: str) -> float:
-    """A log probability without what differs where a prompt is computed in other steps."""
     return round(float(number), 2)
 
 
 def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
-    """Take what a choice has of its tokens."""
     holder = choice.get("delta", choice)
     for name in _TEXTS:
         # A parser leaves out an empty text that comes by itself.

@@ -35,7 +35,6 @@ def ask(address: str, question: bytes) -> bytes:
 
 
 def agent_metadata(kind: str, address: str, engine_id: str) -> bytes:
-    """What NIXL needs to reach the worker."""
     if kind == "ours":
         question = wire.encode(wire.DescribeRequest(engine_id=engine_id, tp_rank=0))
         described = wire.decode_reply(ask(address, question))

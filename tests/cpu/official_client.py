@@ -24,13 +24,10 @@ LIMITS: Mapping[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 16, "tem
 
 
 class Paint(BaseModel):
-    """What a model is to fill in."""
-
     in_red: bool
 
 
 def _told(answer: Any) -> Any:
-    """Plain values without what is made up."""
     if isinstance(answer, BaseModel):
         answer = answer.model_dump(warnings=False)
     if isinstance(answer, dict):
@@ -59,7 +56,6 @@ def _chat(client: OpenAI, text: str, **more: Any) -> Any:
 
 
 def _joined(chunks: Sequence[Any]) -> Any:
-    """A chat's stream put together: how many tokens a piece holds depends on when it is taken."""
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
     calls = [call.function for delta in deltas for call in delta.tool_calls or []]
     ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
@@ -101,7 +97,6 @@ def _responded_in_a_stream(client: OpenAI, text: str) -> Any:
 
 
 def _left(client: OpenAI, text: str) -> Any:
-    """The client goes after some pieces; the next one is served."""
     with closing(_chat(client, text, stream=True, max_tokens=200)) as chunks:
         pieces = [chunk for chunk, _ in zip(chunks, range(NUM_PIECES), strict=False)]
     return len(pieces), _told(_chat(client, text[::-1]))
@@ -116,8 +111,6 @@ def _too_long(client: OpenAI, text: str) -> Any:
 
 
 async def _three_at_once(client: AsyncOpenAI, text: str) -> Any:
-    """Two answers in one piece, and one in a stream."""
-
     async def streamed() -> Any:
         chunks = await client.chat.completions.create(
             messages=_user(f"{text} streamed"), stream=True, **LIMITS
@@ -150,7 +143,6 @@ CASES: dict[str, Callable[[OpenAI, str], Any]] = {
 
 
 def ask(url: str, case: str, text: str) -> Any:
-    """What the client makes of a case: the answer, or the name and the words of its exception."""
     from openai import OpenAI, OpenAIError
 
     try:
@@ -162,7 +154,6 @@ def ask(url: str, case: str, text: str) -> Any:
 
 
 def ask_at_once(url: str, text: str) -> Any:
-    """What the client's asynchronous form makes of three chats."""
     from openai import AsyncOpenAI
 
     async def asked() -> Any:

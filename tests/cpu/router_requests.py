@@ -32,7 +32,6 @@ def post(url: str, path: str, body: Body, headers: Mapping[str, str]) -> httpx.R
 
 
 def choices(answer: httpx.Response, body: Body) -> list[Any]:
-    """Of an answer in one piece, or each part's of a streamed one."""
     if not body.get("stream"):
         return answer.json()["choices"]
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
@@ -41,7 +40,6 @@ def choices(answer: httpx.Response, body: Body) -> list[Any]:
 
 
 def text_of(found: list[Any]) -> str:
-    """Of a completion, of a chat in one piece, or of a streamed one."""
     pieces = [one.get("text") or one.get("message") or one.get("delta") or "" for one in found]
     return "".join(
         piece if isinstance(piece, str) else piece.get("content") or "" for piece in pieces

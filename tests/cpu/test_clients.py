@@ -55,7 +55,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def run(*command: str, **environ: str) -> str:
-    """What a program printed that ended well."""
     done = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, **environ},

@@ -216,6 +216,5 @@ def look(
 
 
 def prefilled(url: str, colour: tuple[int, int, int]) -> dict[str, Any]:
-    """What a decode engine is to be asked with after a prefill engine has seen the picture."""
     extra = {"max_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
     return {"kv_transfer_params": chat(url, colour, extra)["kv_transfer_params"]}

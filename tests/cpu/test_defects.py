@@ -154,7 +154,6 @@ class Pair:
         return prefill(self.prefill.url, cluster.MODEL_NAME, prompt)
 
     def outcome(self, expected: Completion, params: dict[str, Any]) -> str:
-        """What the decode server makes of the parameters."""
         extra = {"kv_transfer_params": params}
         try:
             got = complete(
@@ -172,7 +171,6 @@ class Pair:
         return RIGHT if got.token_ids == expected.token_ids else WRONG
 
     def disaggregated(self) -> str:
-        """What becomes of an ordinary request."""
         prompt = new_prompt()
         try:
             expected, params = self.reference(prompt), self.prefilled(prompt)
@@ -181,7 +179,6 @@ class Pair:
         return self.outcome(expected, params)
 
     def reuse_blocks(self) -> None:
-        """Let the prefill server give every block that is free to other prompts."""
         for _ in range(2 * PREFILL_BLOCKS * cluster.BLOCK_SIZE // LONG):
             complete(self.prefill.url, cluster.MODEL_NAME, new_prompt(LONG), max_tokens=1)
 

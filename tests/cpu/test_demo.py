@@ -26,7 +26,6 @@ def row_of(output: str, name: str) -> list[str]:
 
 
 def run_demo(folder: Path, *arguments: str) -> str:
-    """What a demo printed that held everything."""
     done = subprocess.run(
         [*DEMO, *arguments, "--folder", str(folder)],
         capture_output=True,

@@ -83,7 +83,6 @@ class Killer(threading.Thread):
 
 
 def tokens_of(added: Metrics, source: str) -> float:
-    """Of a prompt, from where they came."""
     return added.total(BY_SOURCE, source=source)
 
 

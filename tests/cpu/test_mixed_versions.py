@@ -54,7 +54,6 @@ def dtype(kind: str, oldest: int) -> str:
 
 
 def options(kind: str, oldest: int) -> list[str]:
-    """What an engine of such a model is started with."""
     hybrid = HYBRID_ARGS if kind in HYBRIDS else []
     return [*KINDS[kind].cpu_options, *hybrid, "--dtype", dtype(kind, oldest)]
 

@@ -139,7 +139,6 @@ def num_running(server: Any) -> float:
 
 
 def wait_for_streams(server: Any) -> None:
-    """Until the engine answers somebody."""
     end = time.monotonic() + BOUND_SECONDS
     while not num_running(server):
         assert time.monotonic() < end, f"{server.name} is asked for nothing"

@@ -65,7 +65,6 @@ def near_environ(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checks(place: str, capsys: pytest.CaptureFixture[str], status: int) -> Checks:
-    """All of a report, by name."""
     assert main.main(["doctor", "--json", "--peer", place]) == status
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
 

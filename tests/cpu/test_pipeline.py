@@ -53,7 +53,6 @@ class Engines:
 
     @property
     def noise(self) -> float:
-        """How far the sizes' own answers are apart, in nats."""
         return max(
             compare(one, two).max_logprob
             for answers in itertools.combinations(self.own.values(), 2)

@@ -51,7 +51,6 @@ def test_the_tokens_are_those_of_vllms_queue(
 
 
 def tokens(url: str) -> list[tuple[int, ...]]:
-    """All prompts at once, so that both engines, or both stages, have work."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         done = pool.map(lambda prompt: complete(url, cluster.MODEL_NAME, prompt), PROMPTS)
         return [completion.token_ids for completion in done]

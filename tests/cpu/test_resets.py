@@ -60,7 +60,6 @@ class Servers:
         return (self.prefill, self.decode)
 
     def call(self, server: Server, name: str, body: Any = None, **params: Any) -> Any:
-        """What one of vLLM's calls for developers answers."""
         options: dict[str, Any] = {"timeout": 120, "trust_env": False, "verify": parity.tls()}
         answer = httpx.post(f"{server.url}/{name}", params=params, json=body, **options)
         assert answer.status_code == 200, answer.text
@@ -69,7 +68,6 @@ class Servers:
         return answer.json() if answer.content else None
 
     def wait_for_trust(self) -> None:
-        """Until what is computed from now on counts: engines' clocks may differ."""
         time.sleep(max(0.0, self.reset_at + CLOCK_SECONDS + 0.1 - time.monotonic()))
 
     def load_other(self, *engines: Server) -> None:
@@ -292,7 +290,6 @@ def test_blocks_that_another_engine_has_on_offer_end_with_its_weights(servers: S
     prompt = servers.telling_prompt(LENGTHS[1])
 
     def turn(engines: Sequence[Server]) -> Metrics:
-        """What P reads of a second turn after these engines have new weights."""
         nonlocal prompt
         prompt += servers.asked(servers.proxy, prompt, max_tokens=40).token_ids
         prompt += new_prompt(LENGTHS[0])

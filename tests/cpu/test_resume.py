@@ -121,7 +121,6 @@ class Servers:
         return [name for name in names if name in wanted]
 
     def goes_on(self, name: str) -> bool:
-        """Whether the other server goes on from the tokens: one that speculates begins again."""
         return ASKED[name][2] and self.does != NGRAMS
 
     @property
@@ -192,11 +191,9 @@ class Asked:
         self._servers, self._barrier = servers, barrier
 
     def expect(self) -> Told:
-        """What a plain server tells."""
         return told(self._servers.plain, self.path, self.body, self.request_id)
 
     def read(self) -> Told:
-        """What the proxy tells."""
         proxy = self._servers.routing.proxy
         with asked(proxy, self.path, self.body, self.request_id) as answer:
             pieces, raw = answer.iter_raw(), b""
@@ -213,7 +210,6 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     """Where they are not moved, as a control, each ends where it has begun."""
 
     def change() -> None:
-        """All clients have something."""
         servers.routing.assign(prefill="prefill", first="decode", second="decode")
         deadline = time.monotonic() + BOUND_SECONDS
         while scrape(proxy.url).total(HEALTHY, role="decode") < 2:
@@ -263,7 +259,6 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
 
 
 def by_result(page: Metrics) -> dict[str, float]:
-    """What has become of the streams whose engine drained."""
     return {one: count for one in Resume if (count := page.total(MOVES, result=one))}
 
 
@@ -275,7 +270,6 @@ def in_threads(told_by: Mapping[str, Callable[[], Told]]) -> dict[str, Told]:
 
 def test_answers_go_on_at_another_server(servers: Servers) -> None:
     def change() -> None:
-        """All clients have something."""
         servers.routing.assign(prefill="prefill", second="decode")
         servers.first.signal_all(signal.SIGKILL)
 

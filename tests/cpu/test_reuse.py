@@ -117,7 +117,6 @@ def added(server: Server, earlier: Metrics, num_requests: int = 1) -> Metrics:
 def turns(
     servers: Servers, proxy: Server, seed: int, **extra: Any
 ) -> tuple[Sequence[int], Sequence[Metrics], Sequence[int]]:
-    """What each turn brought, what it added to P's metrics, and the length of its prompt."""
     talk = Conversation(servers, proxy, seed, **extra)
     news, figures, lengths = [], [], []
     for _ in range(NUM_TURNS):

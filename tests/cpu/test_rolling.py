@@ -142,7 +142,6 @@ class Engines:
         return drained - began, time.monotonic() - drained
 
     def blocks_read(self) -> dict[str, float]:
-        """How many blocks each decode engine's process has read since it started."""
         decode = (name for name, role in ROLES.items() if role == "decode")
         return {name: scrape(self.servers[name].url).total(BLOCKS) for name in decode}
 
@@ -253,7 +252,6 @@ LONG_SECONDS = max(fleet.BOUND_SECONDS, NUM_LONG / 8)
 def long_answers(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequence[tuple[Mapping[str, Any], Any]]:
-    """What to ask for, and what one engine says alone, by turns of the other vLLM and of this."""
     options = {"max_tokens": NUM_LONG, "ignore_eos": True, "return_token_ids": True}
     bodies = [body_of(COMPLETIONS, options) for _ in range(NUM_BODIES)]
     with ExitStack() as stack, ThreadPoolExecutor(NUM_BODIES) as pool:

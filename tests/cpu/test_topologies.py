@@ -74,7 +74,6 @@ class Engines:
 
     @property
     def noise(self) -> float:
-        """How far the own answers of the two sizes are apart, in nats."""
         return noise_of(self.own)
 
 
@@ -86,7 +85,6 @@ def prompts(lengths: Sequence[int] = (PROMPT_TOKENS,) * NUM_PROMPTS) -> list[lis
 def own_answers(
     servers: Mapping[str, VllmServer], asked: Sequence[Sequence[int]]
 ) -> dict[str, list[Completion]]:
-    """What an engine of each size answers by itself."""
     return {
         size: [complete(servers[f"a{size}"].url, cluster.MODEL_NAME, one) for one in asked]
         for size in ("1", "2")
@@ -220,7 +218,6 @@ def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Eng
 
 
 def check_a_lease_outlives_the_signal(engines: Engines, source: str, target: str) -> None:
-    """What a prefill engine holds when it is told to end is read, and then it ends."""
     going, reader = engines.servers[source], engines.servers[target]
     reference, before = engines.own["1"][0], scrape(reader.url)
     params = prefill(going.url, cluster.MODEL_NAME, reference.prompt)

@@ -77,7 +77,6 @@ def engine(
 
 
 def tokens_of(server: Server) -> list[tuple[int, ...]]:
-    """Of its answers to all prompts."""
     return [complete(server.url, cluster.MODEL_NAME, prompt).token_ids for prompt in PROMPTS]
 
 

@@ -168,7 +168,6 @@ def test_clients_that_leave_at_any_moment_leave_nothing(servers: Servers, num_wo
 
 
 def released(servers: Servers, release: Any) -> Metrics:
-    """What P counts when a router releases this; the completion that carries it is answered."""
     before = scrape(servers.prefill.url)
     own = {"max_tokens": 1, "kv_transfer_params": {"release": release}}
     answer = sent("POST", servers.prefill.url + COMPLETIONS, json=body_of(COMPLETIONS, own))

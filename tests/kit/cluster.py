@@ -50,7 +50,6 @@ PATIENT_PROXY_ARGS = ("--connect-timeout", "60", "--health-timeout", "60")
 
 
 def _names(model: Path | str) -> list[str]:
-    """Serve the model under a short name, and under its path as vLLM does by itself."""
     return ["--served-model-name", MODEL_NAME, str(model)]
 
 

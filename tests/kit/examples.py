@@ -9,5 +9,4 @@ TIMES = 10 if os.environ.get("COMMEXT_TEST_LONG") else 1
 
 
 def examples(few: int) -> settings:
-    """So many in `make test`."""
     return settings(max_examples=few * TIMES)

@@ -38,12 +38,10 @@ POLL_SECONDS = 0.05
 
 
 def drain_file(folder: Path, name: str) -> Path:
-    """Where the engine of this name looks."""
     return folder / f"{name}.drain"
 
 
 def drain_environ(folder: Path, name: str) -> dict[str, str]:
-    """What such an engine needs beside ``DRAIN_ARGS``."""
     return {VARIABLE: str(drain_file(folder, name))}
 
 
@@ -132,7 +130,6 @@ class Routing:
         self.proxy = ProxyServer("fleet", [], [], folder, args=args, values=values)
 
     def assign(self, **roles: str) -> None:
-        """From now on these engines, by name, have these roles; the others get nothing."""
         self.roles = roles
         named = {
             role: [self._engines[name].url for name, has in roles.items() if has == role]
@@ -189,7 +186,6 @@ class AdminPort:
 
 
 def drain(server: Server, file: Path, seconds: float = BOUND_SECONDS) -> str:
-    """What `vllm-commext drain` prints until the engine has nothing left to do."""
     command = [sys.executable, "-m", "vllm_commext", "drain", "--quiet", "1"]
     done = subprocess.run(
         [*command, "--file", str(file), "--url", server.url, "--wait", f"{seconds:g}"],
@@ -208,7 +204,6 @@ def terminate(server: Server) -> None:
 
 
 def wait_for_end(server: Server) -> int | None:
-    """The exit status of a server that was told to end."""
     deadline = time.monotonic() + BOUND_SECONDS
     while server.running():
         assert time.monotonic() < deadline, f"{server.name} goes on:\n{server.log_tail()}"

@@ -71,7 +71,6 @@ def serve(listener: socket.socket, owner_pid: int) -> None:
 
 
 def _answer(listener: socket.socket, owner: int, channel: socket.socket) -> int:
-    """In the child: what one connection asks for."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     listener.close()
     os.close(owner)
@@ -97,7 +96,6 @@ class Forked:
         send(channel, {"pid": os.getpid()})
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -106,7 +104,6 @@ class Forked:
 
 
 def _run(request: dict[str, Any]) -> int:
-    """``python -m MODULE ARGUMENTS`` or ``python -c CODE ARGUMENTS``, as the request has it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     supervisor.prctl(supervisor.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -236,7 +233,6 @@ def serve_spawns() -> None:
 
 
 def _fork_spawned(channel: socket.socket) -> int:
-    """In the copy: fork for each request, until the process that asks has ended."""
     while True:
         request, descriptors = receive(channel)
         if request is None:
@@ -262,7 +258,6 @@ def _fork_again(writer: int, request: dict[str, Any], descriptors: list[int]) ->
 
 
 def _run_spawned(request: dict[str, Any], descriptors: list[int]) -> int:
-    """What ``python -c CODE`` would run, with the descriptors under the numbers it expects."""
     _place(descriptors, request["numbers"])
     serve_spawns()
     _become(request["environ"], ["-c", *request["arguments"]], request["folder"])
@@ -271,7 +266,6 @@ def _run_spawned(request: dict[str, Any], descriptors: list[int]) -> int:
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:
-    """Give each descriptor its number; first all go out of the way of all numbers."""
     above = max(numbers) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
     for descriptor in descriptors:
@@ -282,7 +276,6 @@ def _place(descriptors: list[int], numbers: list[int]) -> None:
 
 
 def _end(run: Callable[..., int], *arguments: Any, as_program: bool = False) -> NoReturn:
-    """Run in a forked child and leave it; a program waits for its threads and says good-bye."""
     status = 1
     try:
         status = run(*arguments)

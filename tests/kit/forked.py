@@ -75,7 +75,6 @@ class Forked:
         self.pid: int = fork_server.receive(channel)[0]["pid"]
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:

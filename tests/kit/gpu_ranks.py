@@ -159,7 +159,6 @@ def run_as_ranks(
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run_as_ranks` gives each rank; ``args.rank`` is -1 in the program that starts them."""
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
 

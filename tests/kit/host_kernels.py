@@ -55,13 +55,11 @@ def run_calls(
 
 
 def _runtime() -> Path:
-    """The object file of what all kernels share."""
     arguments = [*FLAGS, "-c", str(EMULATION / "host_emulation.cpp")]
     return _compiled(arguments, _folder() / f"runtime-{_digest(arguments)}.o")
 
 
 def _system_headers() -> Path:
-    """A header of all the system's headers that the emulation needs, compiled beside it."""
     text = (EMULATION / "host_emulation.h").read_text()
     wanted = re.findall(r"^#include <.*>$", text, re.MULTILINE)
     folder = _folder() / f"headers-{_digest([*FLAGS, *wanted])}"
@@ -72,7 +70,6 @@ def _system_headers() -> Path:
 
 
 def _compiled(arguments: Sequence[str], target: Path) -> Path:
-    """What the compiler makes of these arguments."""
     command = [str(COMPILER), *arguments, "-o"]
     return _made(
         target, lambda new: subprocess.run([*command, str(new)], check=True, timeout=SECONDS)
@@ -80,7 +77,6 @@ def _compiled(arguments: Sequence[str], target: Path) -> Path:
 
 
 def _made(target: Path, make: Callable[[Path], object]) -> Path:
-    """A file; whichever thread of whichever process comes first makes it for all."""
     with target.with_name(f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():

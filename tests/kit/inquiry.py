@@ -41,7 +41,6 @@ class Inquiry:
         return came
 
     def take_news(self) -> bool | None:
-        """Whether the engine drains, where it has said so since."""
         self._look()
         return self._news.popleft() if self._news else None
 
@@ -63,7 +62,6 @@ def ask(host: str, port: int, request: wire.AnyRequest, secret: bytes | None = N
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
-    """What a look finds, once it finds anything."""
     deadline = time.monotonic() + BOUND_SECONDS
     while not (found := look()):
         assert time.monotonic() < deadline, "nothing came in time"

@@ -138,7 +138,6 @@ class Engines:
         ]
 
     def _error_of_its_own(self) -> str:
-        """Why an engine without this package does not serve this kind, "" where it does."""
         server = self.make("P1", plain=True)
         try:
             with server:
@@ -148,7 +147,6 @@ class Engines:
         return ""
 
     def _refusal(self) -> str:
-        """The line of the prefill engine's log that has the expected refusal."""
         server = self.make("P1")
         with suppress(ServerEndedError), server:
             raise AssertionError(f"kind {self.name}: expected a refusal, but the engine started")
@@ -156,7 +154,6 @@ class Engines:
         return line[line.rindex("Error: ") :] if "Error: " in line else line
 
     def stop(self) -> None:
-        """End everything."""
         self.has_ended = True
         self._stack.close()
 
@@ -183,7 +180,6 @@ class Fleet:
         self._prepared: dict[str, Future[Engines]] = {}
 
     def engines(self, name: str) -> Engines:
-        """Those of a kind, ready; those of the next kinds start."""
         first = self._order.index(name)
         for one in self._order[first : first + self._side_by_side]:
             if one not in self._prepared:
@@ -191,11 +187,9 @@ class Fleet:
         return self._prepared[name].result()
 
     def end(self, name: str) -> None:
-        """End a kind's engines, without waiting for it."""
         self._pool.submit(self._engines[name].stop)
 
     def close(self) -> None:
-        """End everything, and wait for it."""
         for prepared in self._prepared.values():
             prepared.cancel()
         for name in self._prepared:

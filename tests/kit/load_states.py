@@ -7,7 +7,6 @@ from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source
 
 
 def known(name: str, **values: Any) -> LoadState:
-    """Of which it is known where its blocks are."""
     request: Any = SimpleNamespace(request_id=name)
     return LoadState(request, Source.GIVEN, LoadPhase.KNOWN, **values)
 

@@ -24,7 +24,6 @@ TOKEN = bytes(range(1, 200))
 
 @functools.cache
 def kernel() -> ctypes.CDLL:
-    """With as few threads as it can be tried with."""
     loaded = compile_kernel(
         Program(gather.NAME), {**gather.macros(), "THREADS": NUM_THREADS, "DEPTH": DEPTH}
     )
@@ -64,8 +63,7 @@ class HostDevice:
         self.num_launches = self.num_refused = 0
         self._waiting: dict[int, ctypes.Structure] = {}
 
-    def enter(self) -> None:
-        """Nothing is to be entered."""
+    def enter(self) -> None: ...
 
     def make_slab(self) -> HostSlab:
         return HostSlab()
@@ -91,7 +89,6 @@ class HostDevice:
         return True
 
     def _translate(self, arguments: ctypes.Structure, slab: HostSlab) -> None:
-        """As the GPU does: from where memory is mapped to where it is."""
         num_pieces = max(
             run.first + (run.end - begin) // run.parts
             for run, begin in zip(
@@ -119,19 +116,15 @@ class HostDevice:
         self.opened[address] -= 1
 
     def forget(self) -> None:
-        """What was launched and will never be looked for."""
         self._waiting.clear()
 
     def close(self) -> None:
-        """Nothing may be under way or open."""
         assert not self._waiting
         assert not +self.opened
         self.is_closed = True
 
 
 class HostOffer:
-    """What a worker offers of its host memory."""
-
     def __init__(self, rows: Sequence[Any], place: str) -> None:
         self._token = np.frombuffer(TOKEN, dtype=np.uint8).copy()
         regions = [
@@ -147,5 +140,4 @@ class HostOffer:
         )
 
     def spoil(self) -> None:
-        """Let others find another token there."""
         self._token[7] ^= 1

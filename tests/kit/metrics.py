@@ -50,7 +50,6 @@ class Metrics:
         return sorted({name for name, _ in self.samples})
 
     def minus(self, earlier: Metrics) -> Metrics:
-        """What was added since ``earlier``; a sample that was not there counts from zero."""
         added = {key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()}
         return Metrics(added, self.families)
 
@@ -78,7 +77,6 @@ def parse(page: str) -> Metrics:
 
 @functools.cache
 def _key(called: str) -> Key:
-    """The name and labels in front of a sample's value."""
     (family,) = text_string_to_metric_families(f"{called} 0")
     (sample,) = family.samples
     if sample.timestamp is not None:

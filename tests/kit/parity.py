@@ -66,7 +66,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether tokens are equal and logprobs within the tolerance."""
         return self.position is None
 
 
@@ -212,7 +211,6 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _choices_of_stream(url: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The choice of each server-sent event, up to the end mark."""
     for line in lines:
         if not line.startswith("data:"):
             continue

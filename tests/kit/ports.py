@@ -26,7 +26,6 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def _claim(port: int) -> bool:
-    """Whether this process now holds the port's name, which the kernel takes back at its end."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0vllm-commext-port-{port}")

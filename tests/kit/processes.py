@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def cpu_seconds(pids: Iterable[int | str]) -> float:
-    """What all threads of these processes that live now have run so far."""
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -8,7 +8,6 @@ from vllm_commext.proxy.body import members_of
 
 
 def run(taking_apart: Generator[None, None, Any]) -> tuple[Any, int]:
-    """What it returns, and how often it let others run."""
     num_yields = 0
     while True:
         try:

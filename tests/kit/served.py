@@ -94,7 +94,6 @@ def _favouring(model: Path) -> None:
 
 
 def _choosing_all(model: Path) -> None:
-    """An indexer that chooses every token of the prompts here, so that roundings choose nothing."""
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "index_topk": 2048}))
 

@@ -83,18 +83,14 @@ class Supervisor(Protocol):
     when ``stdin`` is closed."""
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
+    def pid(self) -> int: ...
 
     @property
     def stdin(self) -> IO[bytes] | None:
         """A pipe that nothing is written to."""
         ...
 
-    def poll(self) -> int | None:
-        """The exit status, None while it runs."""
-        ...
+    def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status; raises ``subprocess.TimeoutExpired``."""
@@ -185,7 +181,6 @@ class Server:
         return time.monotonic() - self._started
 
     def healthy(self) -> bool:
-        """Whether ``/health`` answers 200 now."""
         try:
             with urlopen(f"{self.url}/health", timeout=5) as response:
                 return response.status == 200
@@ -193,7 +188,6 @@ class Server:
             return False
 
     def running(self) -> bool:
-        """Whether the process has been started and has not ended."""
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def exit_status(self) -> int | None:

@@ -39,7 +39,6 @@ def write_smollm2() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write configuration and weights, then the tokenizer."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -6,7 +6,6 @@ from typing import Any
 
 
 def request(name: str, key: str, num_tokens: int, **changes: Any) -> Any:
-    """With what our connector looks at of vLLM's ``Request``; *changes* are by its attributes."""
     values: dict[str, Any] = {
         "request_id": name,
         "num_prompt_tokens": num_tokens,

@@ -31,18 +31,13 @@ STATUS_OF_LEFTOVERS = 70
 
 
 class Child(Protocol):
-    """What is needed of a ``subprocess.Popen``."""
-
     pid: int
     returncode: int | None
 
-    def poll(self) -> int | None:
-        """The exit status, None while it runs."""
-        ...
+    def poll(self) -> int | None: ...
 
 
 def descendants(pid: int) -> list[int]:
-    """All living processes below ``pid``, in no particular order."""
     found: list[int] = []
     pending = [pid]
     while pending:
@@ -77,7 +72,6 @@ def _send(pid: int, number: int) -> None:
 
 
 def _reap() -> bool:
-    """Collect ended descendants; False once there is no child left, living or dead."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -98,7 +92,6 @@ def _wait_for_all(seconds: float) -> bool:
 
 
 def _watch(server: Child, asked_to_stop: list[int]) -> None:
-    """Return when the server ended, the asking process let go, or SIGTERM came."""
     while server.poll() is None and not asked_to_stop:
         readable, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
         if readable and not os.read(sys.stdin.fileno(), 4096):
@@ -106,7 +99,6 @@ def _watch(server: Child, asked_to_stop: list[int]) -> None:
 
 
 def _end(server: Child, grace_seconds: float) -> bool:
-    """End the server and all below it; False when something outlived even SIGKILL."""
     if server.returncode is None:
         _send(server.pid, signal.SIGTERM)
     if _wait_for_all(grace_seconds if server.returncode is None else LEFTOVER_SECONDS):

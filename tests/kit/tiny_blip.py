@@ -69,7 +69,6 @@ def write_tiny_blip(folder: Path, seed: int = 0) -> Path:
 
 
 def _name_image_token(folder: Path) -> None:
-    """Give the last token of the vocabulary the name by which the processors know it."""
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace(f'"<{NUM_TOKENS}>"', json.dumps(IMAGE_TOKEN)))
 

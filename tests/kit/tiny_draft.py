@@ -125,7 +125,6 @@ def add_mtp(model: Path, seed: int = 0) -> Path:
 
 
 def _matrices(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
-    """Matrices of these shapes, drawn one after the other."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +135,6 @@ def _matrices(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, tor
 
 
 def _norms(names: Sequence[str], width: int) -> dict[str, torch.Tensor]:
-    """Weights of norms that change nothing."""
     import torch
 
     return {f"{name}.weight": torch.ones(width) for name in names}

@@ -64,7 +64,6 @@ class Kind:
 
     @property
     def cpu_options(self) -> list[str]:
-        """What an engine on CPUs is to be given."""
         backend = ["--attention-backend", self.cpu_attention] if self.cpu_attention else []
         return ["--dtype", self.cpu_dtype, *backend]
 
@@ -88,7 +87,6 @@ def _granite(num_groups: int) -> Kind:
 
 
 def _mamba2(num_groups: int) -> dict[str, Any]:
-    """Mamba2 of 8 heads, by the names that Granite and Falcon-H1 have for it."""
     return {
         "mamba_n_heads": 8,
         "mamba_d_head": 64,

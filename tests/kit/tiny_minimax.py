@@ -14,7 +14,6 @@ LAYERS, EXPERTS, EXPERTS_USED, INTERMEDIATE, VOCABULARY = 3, 8, 2, 128, 512
 
 
 def config(device: str) -> dict[str, Any]:
-    """As MiniMax-M2's own config.json has it, for "cuda"; vLLM's CPU experts know softmax alone."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",

@@ -91,7 +91,6 @@ def write_tiny_model(
 
 
 def _save(model: Any, folder: Path, renames: Mapping[str, str]) -> None:
-    """``save_pretrained`` without its progress bar, and with other names."""
     from safetensors.torch import load_file, save_file
     from transformers.utils import logging
 
@@ -126,7 +125,6 @@ def kv_bytes_per_token(folder: Path | str) -> int:
 
 
 def _draw_weights(model: Any, kind: Kind, seed: int) -> None:
-    """Draw all matrices from one seeded stream, in the order of their names."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -42,7 +42,6 @@ class Stream:
         return [*written, DONE]
 
     def prefill_answer(self) -> dict[str, Any]:
-        """What a prefill engine answers that has sampled the first token."""
         token, text = self.tokens[0]
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None}
         if self.is_chat:

@@ -35,7 +35,6 @@ ALL_TP_SIZES = sorted({*TP_SIZES, *smollm2.TP_SIZES})
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=HELP)
     parser.add_argument(
         "--model",
@@ -122,7 +121,6 @@ def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Let a signal end the demo as Ctrl-C does: with everything stopped."""
     raise KeyboardInterrupt
 
 

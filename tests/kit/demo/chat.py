@@ -40,8 +40,6 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What one server said, and what it is compared by."""
-
     text: str
     completion: Completion
 
@@ -81,7 +79,6 @@ class ChatScenario(Scenario):
             self.expected = self._ask(server, self.questions)
 
     def send_all(self, proxy: Server, decode: Server) -> None:
-        """All questions."""
         answers: list[Answer] = []
 
         def ask() -> list[Completion]:
@@ -133,6 +130,5 @@ def side_by_side(
 
 
 def _shown(text: str) -> str:
-    """The beginning, in one line."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]} ..."

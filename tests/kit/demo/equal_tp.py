@@ -60,7 +60,6 @@ class EqualTpScenario(Scenario):
         )
 
     def ask_references(self) -> None:
-        """Let a plain server answer everything, twice."""
         self.say("starting a single server without this package, for reference")
         server = cluster.plain_server(
             "single", self.model, self.options.folder, tensor_parallel_size=self.options.decode_tp

@@ -37,13 +37,11 @@ class Noise:
 
     @classmethod
     def of_rounding(cls, one: Sequence[Completion], other: Sequence[Completion]) -> Noise:
-        """Of the same prompts computed in two orders, so that any token may be rounded apart."""
         found = cls.between(one, other)
         return cls((True,) * len(found.agrees), found.max_logprob, found.max_logprob > 0)
 
     @classmethod
     def between(cls, one: Sequence[Completion], other: Sequence[Completion]) -> Noise:
-        """Of two runs of the same prompts."""
         found = [compare(*pair) for pair in zip(one, other, strict=True)]
         return cls(
             tuple(difference.tokens_equal for difference in found),
@@ -83,7 +81,6 @@ class Noise:
 
 
 def _first_is_tie(expected: Completion, got: Completion, tolerance: float) -> bool:
-    """Whether the first other token was as likely as the expected one, within the tolerance."""
     tokens = zip(expected.token_ids, got.token_ids, expected.logprobs, strict=False)
     for one, other, likely in tokens:
         if one != other:
@@ -106,8 +103,6 @@ class Expected:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the decode engine read during a pass; a block counts once, whatever the ranks."""
-
     BYTES: ClassVar[str] = PREFIX + "bytes_total"
 
     num_blocks: int
@@ -149,7 +144,6 @@ class Pass:
         return max(difference.max_logprob for difference in self.differences)
 
     def claim_equal(self, noise: Noise) -> Claim:
-        """All requests are equal."""
         first = next((place for place, one in enumerate(self.differences) if not one.equal), None)
         within = f"within {noise.tolerance:.2g} nats" if noise.tolerance else "exactly"
         detail = f"{self.num_equal} of {len(self.got)}, logprobs {within}"
@@ -166,7 +160,6 @@ class Pass:
         return Claim(f"{self.name}: answers equal the single server's", first is None, detail)
 
     def claim_noticed(self) -> Claim:
-        """All requests are different, as they must be with another prompt's KV cache."""
         num_noticed = len(self.got) - self.num_equal
         detail = f"{num_noticed} of {len(self.got)} differ, by up to {self.max_logprob:.2g} nats"
         return Claim(f"{self.name}: the change is noticed", self.num_equal == 0, detail)

@@ -55,8 +55,7 @@ class Scenario(ABC):
         self.claims: list[Claim] = []
 
     @abstractmethod
-    def ask_references(self) -> None:
-        """Let plain servers answer everything, one server after the other."""
+    def ask_references(self) -> None: ...
 
     @abstractmethod
     def send_all(self, proxy: Server, decode: Server) -> None:
@@ -67,7 +66,6 @@ class Scenario(ABC):
         """The same comparison must notice a KV cache that belongs to other tokens."""
 
     def run(self) -> bool:
-        """Whether every claim held."""
         self.options.folder.mkdir(parents=True, exist_ok=True)
         self.model = self.write_model()
         self.ask_references()
@@ -123,7 +121,6 @@ class Scenario(ABC):
         )
 
     def model_args(self) -> list[str]:
-        """What the model is to be computed with."""
         return KINDS[self.options.kind].cpu_options
 
     def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
@@ -159,7 +156,6 @@ class Scenario(ABC):
         return one
 
     def blocks_needed(self, cache: PrefixCache) -> Callable[[Sequence[Completion]], Expected]:
-        """What requests, sent in turn, make a decode engine read that holds ``cache``."""
         block_bytes = kv_bytes_per_block(self.model, self.options.decode_tp)
 
         def count(got: Sequence[Completion]) -> Expected:

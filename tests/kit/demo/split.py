@@ -106,7 +106,6 @@ class SplitScenario(Scenario):
             self.claims += [one.claim_equal(noise), one.claim_transferred()]
 
     def bytes_of_a_prompt(self, proxy: Server, decode: Server) -> tuple[int, str]:
-        """What the decode engine reads for each prompt, and how that is known."""
         if KINDS[self.options.kind].model_type == "llama":
             blocks = num_blocks(PROMPT_TOKENS, cluster.BLOCK_SIZE)
             return blocks * kv_bytes_per_block(self.model, self.options.decode_tp), ""
@@ -133,5 +132,4 @@ class SplitScenario(Scenario):
         self.claims += [one.claim_noticed(), one.claim_transferred()]
 
     def needed(self, got: Sequence[Completion]) -> Expected:
-        """What as many prompts make a decode engine read."""
         return Expected(len(got) * self.prompt_bytes, source=self.source)
