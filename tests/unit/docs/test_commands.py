@@ -49,7 +49,7 @@ def assert_our_own_parse(command: Command) -> None:
     words = list(command.words)
     if words[0] == "vllm-commext":
         main._build_parser(main.COMMANDS).parse_args(words[1:])
-    if called(command).startswith(("examples/cpu_demo/", "examples/hybrid_hetero_tp/")):
+    if called(command).startswith("examples/cpu_demo/"):
         demo.parser().parse_args(words[1:])
 
 
