@@ -52,7 +52,7 @@ _OURS_PROXIED = (one for one in PROXIED if one != PLAIN_PROXY)
 _ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *_OURS_PROXIED)
 NAMES = (PLAIN, PLAIN_PROXY, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
-_PATIENT = ("--health-timeout", "600", "--health-fall", "100", "--engine-lost", "3600")
+_PATIENT = ("--health-timeout", "600", "--engine-lost", "3600")
 LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
 EIGHT_BILLION: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -66,10 +66,10 @@ REUSED = {
     "in vain": "vllm:commext_nixl_reuse_recomputed_blocks_total",
 }
 PROXY_ARGS = (
-    "--connect-timeout", "3", "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
+    "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
-    "--health-interval", "0.25", "--health-timeout", "2",
+    "--health-interval", "0.25", "--health-timeout", "3",
 )  # fmt: skip
 BOTH, ONE = "--engine", "--prefill"
 LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "20")

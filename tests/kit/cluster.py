@@ -46,7 +46,7 @@ PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **QUEUE_ENVIRON}
 
 # A loaded machine with two cores answers late; how soon somebody gives up is not what is shown.
 HANDSHAKE_SECONDS = 60.0
-PATIENT_PROXY_ARGS = ("--connect-timeout", "60", "--health-timeout", "60")
+PATIENT_PROXY_ARGS = ("--health-timeout", "60")
 
 
 def _names(model: Path | str) -> list[str]:

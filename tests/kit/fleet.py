@@ -29,9 +29,7 @@ from vllm_commext.errors import CommextError
 SHUTDOWN_SECONDS = "240"
 MIDDLEWARE_ARGS = ("--middleware", MIDDLEWARE)
 DRAIN_ARGS = (*MIDDLEWARE_ARGS, "--shutdown-timeout", SHUTDOWN_SECONDS)
-PROXY_ARGS = (
-    *cluster.PATIENT_PROXY_ARGS, "--refresh-interval", "0.2", "--health-interval", "0.5",
-)  # fmt: skip
+PROXY_ARGS = (*cluster.PATIENT_PROXY_ARGS, "--health-interval", "0.3")
 BOUND_SECONDS = 300.0
 HELD = "vllm:commext_nixl_held_requests"
 POLL_SECONDS = 0.05

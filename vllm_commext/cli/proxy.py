@@ -24,26 +24,21 @@ EPILOG = """example, two prefill engines and one decode engine:
 engines that take both steps, placed to keep 1 s to the first token and 15 ms for each other:
   vllm-commext proxy --engine http://a:8100 --engine http://b:8100 --ttft-ms 1000 --tpot-ms 15"""
 _GROUPS = {
-    "engines": ("prefill", "decode", "both", "engines_file", "refresh_interval_seconds"),
+    "engines": ("prefill", "decode", "both", "engines_file"),
     "where it listens": ("host", "port", "reuse_port", "log_level", "access_log"),
     "which engines serve a request": (
-        *("placement", "ttft_ms", "tpot_ms", "prompt_order"),
-        *("min_prompt_tokens", "stream_chunks", "affinity", "affinity_tokens", "reuse_blocks"),
+        *("placement", "ttft_ms", "tpot_ms", "prompt_order", "min_prompt_tokens"),
+        *("stream_chunks", "affinity", "reuse_blocks"),
     ),
     "health and failures": (
-        *("health_interval_seconds", "health_timeout_seconds", "health_fall", "health_rise"),
-        *("engine_wait_seconds", "engine_lost_seconds", "request_attempts", "prefill_attempts"),
-        *("decode_attempts", "resume", "resume_bytes", "move"),
+        *("health_interval_seconds", "health_timeout_seconds", "engine_lost_seconds"),
+        *("resume", "move"),
     ),
     "timeouts": (
-        *("connect_timeout_seconds", "prefill_timeout_seconds", "decode_timeout_seconds"),
-        *("decode_idle_timeout_seconds", "client_timeout_seconds", "keep_alive_seconds"),
-        "drain_timeout_seconds",
+        *("prefill_timeout_seconds", "decode_timeout_seconds", "decode_idle_timeout_seconds"),
+        *("client_timeout_seconds", "drain_timeout_seconds"),
     ),
-    "limits, of this process": (
-        *("max_in_flight", "max_body_bytes", "max_buffered_bytes", "upload_bytes_per_second"),
-        *("max_connections", "max_connections_per_peer"),
-    ),
+    "limits, of this process": ("max_in_flight", "max_body_bytes"),
     "security": (
         *("api_key_file", "engine_api_key_file", "tls_cert_file", "tls_key_file"),
         "engine_ca_file",
@@ -54,11 +49,24 @@ _GROUPS = {
 
 
 GONE = {
+    "--affinity-tokens": "an engine is taken to hold 500,000 tokens of prompts; --no-affinity",
+    "--connect-timeout": "--health-timeout bounds connecting, too",
+    "--decode-attempts": "two decode engines are tried, while none can be connected to",
+    "--engine-wait": "a request waits 3 s for a healthy decode engine",
     "--fair-by": "limit each client's requests at the gateway that tells clients apart",
-    "--refuse-late": "vllm serve --max-num-queued-tokens has an engine refuse what it cannot begin "
-    "soon",
-    "--move-pause": "a stream that leaves a draining engine pauses for 5 s at most; --no-move "
-    "leaves it there",
+    "--health-fall": "two failed checks make an engine unhealthy; --health-interval",
+    "--health-rise": "one passed check makes an engine healthy again; --health-interval",
+    "--keep-alive": "idle connections to engines are closed after 4 s",
+    "--max-buffered-bytes": "it is 16 times --max-body-bytes",
+    "--max-connections": "it is 4,096, or what the limit of descriptors (ulimit -n) allows",
+    "--max-connections-per-peer": "one address has 2,048; start several proxies with --reuse-port",
+    "--move-pause": "a stream that leaves an engine that drains pauses for 5 s at most; --no-move",
+    "--prefill-attempts": "two prefill engines are tried, then a decode engine computes the prompt",
+    "--refresh-interval": "--health-interval is also for --engines-file and dns+http names",
+    "--refuse-late": "vllm serve --max-num-queued-tokens refuses what cannot be begun soon",
+    "--request-attempts": "a request is tried twice",
+    "--resume-bytes": "256 MiB are kept to resume streams; --no-resume keeps nothing",
+    "--upload-bytes-per-second": "a body has --client-timeout, and a second for each 256 KiB",
     "--workers": "start several proxies with --reuse-port on one --port, or behind a balancer",
 }
 """Options of earlier releases: what to use instead."""

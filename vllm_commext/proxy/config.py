@@ -17,6 +17,8 @@ ORDERS = (AUTO, SHORTEST, ARRIVAL)
 """In which order prompts that wait for an engine are sent to it."""
 AUTO, ADAPTIVE, LOCAL, FIXED = PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
+BODIES = 16
+"""Bodies of the largest size that are buffered at a time."""
 
 
 def _file(meaning: str) -> Any:
@@ -50,7 +52,6 @@ class ProxyConfig:
     both: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    connect_timeout_seconds: float = _option(5.0, "timeout for connecting to an engine")
     prefill_timeout_seconds: float = _option(300.0, "timeout for one whole prefill step")
     decode_timeout_seconds: float = _option(
         600.0, "timeout for the first event of a streamed answer; others have none"
@@ -61,25 +62,27 @@ class ProxyConfig:
     client_timeout_seconds: float = _option(
         60.0, "timeout for a client to send its request, or to take a piece of the answer"
     )
-    upload_bytes_per_second: int = _option(
-        256 << 10, "average rate that a body must arrive at after --client-timeout"
+    upload_bytes_per_second: int = _number(256 << 10)
+    """Average rate that a body must arrive at after the client's timeout."""
+    health_interval_seconds: float = _option(
+        2.0, "time between two checks of an engine, of --engines-file and of dns+http names"
     )
-    health_interval_seconds: float = _option(2.0, "time between two health checks of an engine")
-    health_timeout_seconds: float = _option(5.0, "timeout for a health check")
-    health_fall: int = _option(2, "failed checks in a row that make an engine unhealthy")
-    health_rise: int = _option(1, "passed checks in a row that make it healthy again")
+    health_timeout_seconds: float = _option(
+        5.0, "timeout for a health check, and for connecting to an engine"
+    )
+    health_fall: int = _number(2)
+    """Failed checks in a row that make an engine unhealthy."""
+    health_rise: int = _number(1)
+    """Passed checks in a row that make it healthy again."""
     engine_lost_seconds: float = _option(
         30.0, "give up on requests to an engine that has answered no check for so long"
     )
-    engine_wait_seconds: float = _option(
-        3.0, "how long a request waits for a healthy decode engine, while there is none"
-    )
-    keep_alive_seconds: float = _option(
-        4.0, "close idle connections to engines after so long; keep below the engine's own (5)"
-    )
-    request_attempts: int = _option(
-        2, "attempts at a request whose engine fails before its first token"
-    )
+    engine_wait_seconds: float = _number(3.0)
+    """How long a request waits for a healthy decode engine, while there is none."""
+    keep_alive_seconds: float = _number(4.0)
+    """After how long idle connections to engines are closed; an engine closes them after 5 s."""
+    request_attempts: int = _number(2)
+    """Attempts at a request whose engine fails before its first token."""
     min_prompt_tokens: int = _option(
         0, "prompts of fewer tokens, about, are computed by a decode engine alone"
     )
@@ -89,28 +92,23 @@ class ProxyConfig:
     tpot_ms: int = _option(
         0, "limit for each later token, milliseconds, as a mean over the answer; 0: none"
     )
-    prefill_attempts: int = _option(2, "prefill engines tried for one request")
-    decode_attempts: int = _option(2, "decode engines tried, while none could be connected to")
-    affinity_tokens: int = _option(
-        500_000, "tokens of earlier prompts that an engine is assumed to hold still"
-    )
+    prefill_attempts: int = _number(2)
+    decode_attempts: int = _number(2)
+    """Decode engines tried, while none could be connected to."""
+    affinity_tokens: int = _number(500_000)
+    """Tokens of earlier prompts that an engine is assumed to hold still."""
     max_body_bytes: int = _option(32 * MIB, "largest request body")
-    max_buffered_bytes: int = _option(
-        512 * MIB, "bytes of request bodies at a time; one more is refused with 503"
-    )
-    resume_bytes: int = _option(256 * MIB, "bytes of requests and answers kept to resume streams")
+    max_buffered_bytes: int = _number(0)
+    """Of request bodies at a time; one more is refused with 503. 0: `BODIES` of the largest."""
+    resume_bytes: int = _number(256 * MIB)
+    """Of requests and answers kept to resume streams."""
     move_pause_seconds: float = _number(5.0)
     """Longest pause of a stream that leaves an engine that drains; else it ends there."""
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
-    max_connections: int = _option(
-        4096, "client connections at a time; beyond, the one idle longest is closed"
-    )
-    max_connections_per_peer: int = _option(
-        2048, "the same, of one address (of IPv6, one /64), which may be a gateway for many"
-    )
-    refresh_interval_seconds: float = _option(
-        2.0, "time between two readings of --engines-file and resolutions of dns+http names"
-    )
+    max_connections: int = _number(4096)
+    """Client connections at a time; beyond, the one idle longest is closed."""
+    max_connections_per_peer: int = _number(2048)
+    """The same, of one address (of IPv6, one /64), which may be a gateway for many."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")
@@ -139,6 +137,8 @@ class ProxyConfig:
         for option in fields(self):
             if "number" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
+        if not self.max_buffered_bytes:
+            object.__setattr__(self, "max_buffered_bytes", BODIES * self.max_body_bytes)
         if self.stream_chunks not in MODES:
             raise ConfigError(
                 f"stream_chunks: expected one of {list(MODES)}, got {self.stream_chunks!r}"

@@ -165,7 +165,7 @@ class Sources:
     async def watch(self) -> None:
         """Ask them again and again, and remove engines that have ended their work."""
         while True:
-            await asyncio.sleep(self._config.refresh_interval_seconds)
+            await asyncio.sleep(self._config.health_interval_seconds)
             await self.look()
             self._registry.sweep()
 

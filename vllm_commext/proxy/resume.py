@@ -20,7 +20,7 @@ class Resume(Reason):
     ENDPOINT = "endpoint", "it is neither a completion nor a chat"
     SAMPLES = "samples", "it holds more than one answer"
     ECHO = "echo", "it begins with the prompt's text"
-    NO_ROOM = "no_room", "what is kept for all streams has reached --resume-bytes"
+    NO_ROOM = "no_room", "what is kept for all streams has reached 256 MiB"
     NOT_TOLD = "not_told", "its engine does not tell every token's id, or tells what is not known"
     DIFFERS = "differs", "what the other engine answered is not what the client had"
     FAILED = "failed", "no other engine could go on with it"

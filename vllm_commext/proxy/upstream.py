@@ -387,7 +387,7 @@ class Upstream:
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
-        bound = self._config.connect_timeout_seconds
+        bound = self._config.health_timeout_seconds
         response = await self._session.post(
             engine.url + payload.path,
             data=payload.content(),

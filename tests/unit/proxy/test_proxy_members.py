@@ -14,7 +14,7 @@ from vllm_commext.proxy.discovery import EngineEndpoint, Registry, Sources, read
 from vllm_commext.proxy.engines import EnginePool
 
 BODY = {"prompt": "hello", "max_tokens": 20}
-QUICK = {"health_interval_seconds": 0.05, "refresh_interval_seconds": 0.05}
+QUICK = {"health_interval_seconds": 0.05}
 TOKEN = "secret-token"
 P1 = EngineEndpoint("prefill", "http://p:1")
 D1, D2 = EngineEndpoint("decode", "http://d:1"), EngineEndpoint("decode", "http://d:2")
@@ -198,7 +198,7 @@ async def test_a_watch_of_names_ends_though_it_is_told_so_as_a_name_is_resolved(
         return [(2, 1, 6, "", ("127.0.0.1", 1))]
 
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    config = ProxyConfig((P1.url,), ("dns+http://engines.test:1",), refresh_interval_seconds=0.01)
+    config = ProxyConfig((P1.url,), ("dns+http://engines.test:1",), health_interval_seconds=0.01)
     watching = asyncio.create_task(Sources(config, registry()[0]).watch())
     ended, _ = await asyncio.wait([watching], timeout=5)
     assert ended

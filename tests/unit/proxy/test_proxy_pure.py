@@ -311,7 +311,7 @@ P, D = ("http://h:1",), ("http://h:2",)
         ({"decode": (f"dns+http://{'x' * 64}:2",)}, "expected http://HOST:PORT"),
         ({"decode": P}, "give each engine one role"),
         ({"port": 70000}, "port: expected 0"),
-        ({"connect_timeout_seconds": 0.0}, "connect_timeout_seconds: expected a finite number"),
+        ({"health_timeout_seconds": 0.0}, "health_timeout_seconds: expected a finite number"),
         ({"prefill_timeout_seconds": float("nan")}, "prefill_timeout_seconds: expected"),
         ({"drain_timeout_seconds": float("inf")}, "drain_timeout_seconds: expected"),
         ({"prefill_attempts": 0}, "prefill_attempts: expected"),
@@ -334,7 +334,7 @@ def test_command_line_reaches_the_configuration() -> None:
     assert config.prefill == ("http://h:1", "http://[::1]:2/base")
     assert (config.host, config.port) == ("127.0.0.1", 0)
     assert (config.decode_timeout_seconds, config.max_in_flight) == (7.5, 3)
-    assert config.connect_timeout_seconds == ProxyConfig.connect_timeout_seconds
+    assert config.health_timeout_seconds == ProxyConfig.health_timeout_seconds
 
 
 def test_wrong_options_end_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
