@@ -23,7 +23,7 @@ def read_all(address: RingAddress, rank: int, num_records: int) -> None:
     reader = RingReader.attach(address, rank)
     say("attached")
     for number in range(num_records):
-        record = reader.read(timeout=20)
+        record = reader.read(timeout=60)
         if record != pattern(number):
             say(f"record {number} differs")
             return
@@ -89,12 +89,12 @@ def interrupt_reading(address: RingAddress, rank: int) -> None:
 
     reader = RingReader.attach(address, rank)
     signal.signal(signal.SIGUSR1, on_alarm)
-    say("attached")
     try:
-        reader.read(timeout=20)
+        say("attached")
+        reader.read(timeout=60)
     except Alarm:
         say("interrupted")
-    say(reader.read(timeout=20))
+    say(reader.read(timeout=60))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def start() -> Iterator[Start]:
     yield begin
     for child in children:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 @pytest.fixture

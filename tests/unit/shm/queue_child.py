@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ class Delayed:
         self.socket.send_multipart(*args, **options)
 
 
+def say_when_it_waits(queue: Any) -> None:
+    """Say so when the writer of a queue has gone to sleep once more."""
+    before = queue.counters()["sleeps"]
+    while queue.counters()["sleeps"] == before:
+        time.sleep(0.001)
+    say("waits")
+
+
 def write_large_slowly(dies: bool) -> None:
     """A large message that takes long, or that its writer does not live to finish; then a small."""
     queue = make(**SMALL)
@@ -84,6 +93,7 @@ def write_large_slowly(dies: bool) -> None:
         queue.local_socket = Delayed(queue.local_socket, dies)
     else:
         queue.enqueue(LARGE)  # all that may be under way
+        threading.Thread(target=say_when_it_waits, args=(queue,), daemon=True).start()
     queue.enqueue(LARGE)
     queue.enqueue("small")
     time.sleep(120)
@@ -110,8 +120,8 @@ def fill_a_small_dev_shm() -> None:
     array = np.arange(5_000)
     for writer, ends in zip(writers, readers, strict=True):
         for _ in range(100):
-            writer.enqueue(array, timeout=5)
-            assert all((end.dequeue(timeout=5) == array).all() for end in ends)
+            writer.enqueue(array, timeout=60)
+            assert all((end.dequeue(timeout=60) == array).all() for end in ends)
     say("done")
 
 

@@ -95,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
         if any(self.shut_down):
             return
         obj = bytes([self.num_sent % 251]) * size
-        writing, written = in_thread(lambda: self.writer.enqueue(obj, timeout=20))
+        writing, written = in_thread(lambda: self.writer.enqueue(obj, timeout=60))
         self.sent(obj)
         other, drained = in_thread(lambda: self.drain(1))
         self.drain(0)
@@ -105,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def drain(self, place: int) -> None:
         while self.pending[place]:
-            self.take(place, timeout=20)
+            self.take(place, timeout=60)
 
     @rule(place=st.integers(0, 1))
     def shut_a_reader_down(self, place: int) -> None:

@@ -96,7 +96,7 @@ def test_a_new_length_of_step_is_learned(foresee: Foresee) -> None:
 def test_a_reader_that_predicts_gets_every_record_and_foresees_some() -> None:
     writer = RingWriter.create(1, 1 << 16)
     reader = RingReader.attach(writer.address, 0)
-    writer.wait_attached(timeout=5)
+    writer.wait_attached(timeout=60)
     reader.core.predict(True)
     got: list[int] = []
 
@@ -110,10 +110,10 @@ def test_a_reader_that_predicts_gets_every_record_and_foresees_some() -> None:
     try:
         while reader.counters()["foreseen"] == 0 and time.monotonic() < deadline:
             time.sleep(0.04)
-            writer.write(b"%d" % number, timeout=20)
+            writer.write(b"%d" % number, timeout=60)
             number += 1
     finally:
-        writer.write(b"-1", timeout=20)
+        writer.write(b"-1", timeout=60)
         thread.join(60)
     assert got == [*range(number), -1]
     assert reader.counters()["foreseen"] > 0

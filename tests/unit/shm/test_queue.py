@@ -31,7 +31,7 @@ def test_objects_arrive_in_order_at_every_reader() -> None:
     for obj in objects:
         writer.enqueue(obj)
         for reader in readers:
-            np.testing.assert_array_equal(reader.dequeue(timeout=5), obj)
+            np.testing.assert_array_equal(reader.dequeue(timeout=60), obj)
     assert [reader.local_reader_rank for reader in readers] == [0, 1, 2]
     assert writer.counters()["messages"] == readers[2].counters()["messages"] == len(objects)
 
@@ -40,8 +40,8 @@ def test_messages_far_beyond_the_ring_and_the_chunk_size() -> None:
     writer, [reader] = make(max_chunk_bytes=1024, max_chunks=2)
     large = [os.urandom(3_000_000), np.random.default_rng(0).integers(0, 9, 500_000)]
     for obj in large:
-        thread, results = in_thread(lambda obj=obj: writer.enqueue(obj, timeout=20))
-        np.testing.assert_array_equal(reader.dequeue(timeout=20), obj)
+        thread, results = in_thread(lambda obj=obj: writer.enqueue(obj, timeout=60))
+        np.testing.assert_array_equal(reader.dequeue(timeout=60), obj)
         thread.join(20)
         assert results == [None]
 
@@ -51,10 +51,10 @@ def test_content_is_that_of_enqueue_and_then_the_readers_own() -> None:
     array = np.zeros(300_000, dtype=np.uint8)
     writer.enqueue(array)
     array[:] = 1
-    received = reader.dequeue(timeout=5)
+    received = reader.dequeue(timeout=60)
     for _ in range(20):
-        writer.enqueue(np.full(300_000, 2, dtype=np.uint8), timeout=5)
-        reader.dequeue(timeout=5)
+        writer.enqueue(np.full(300_000, 2, dtype=np.uint8), timeout=60)
+        reader.dequeue(timeout=60)
     assert not received.any()
     received[:] = 3
 
@@ -62,7 +62,7 @@ def test_content_is_that_of_enqueue_and_then_the_readers_own() -> None:
 def test_ranks_that_are_not_consecutive_have_their_places() -> None:
     writer, readers = make(2, local_reader_ranks=[7, 3])
     writer.enqueue("both")
-    assert [reader.dequeue(timeout=5) for reader in readers] == ["both", "both"]
+    assert [reader.dequeue(timeout=60) for reader in readers] == ["both", "both"]
     with pytest.raises(ValueError, match="expected 2 local_reader_ranks"):
         MessageQueue(2, 2, local_reader_ranks=[1])
     with pytest.raises(ProtocolError, match="rank 5 is none of the queue's local readers"):
@@ -81,7 +81,7 @@ def test_timeouts_shutdown_and_the_wrong_end() -> None:
     writer.enqueue(b"x" * 200_000, timeout=0.01)  # alone it may go, whatever its length
     with pytest.raises(TimeoutError, match="reader 0"):
         writer.enqueue(b"x" * 200_000, timeout=0.01)
-    assert reader.dequeue(timeout=5) == b"x" * 200_000
+    assert reader.dequeue(timeout=60) == b"x" * 200_000
     with pytest.raises(RuntimeError, match="only the writer"):
         reader.enqueue(1)
     with pytest.raises(RuntimeError, match="only a reader"):
@@ -95,7 +95,7 @@ def test_timeouts_shutdown_and_the_wrong_end() -> None:
     writer.enqueue("still delivered")
     assert reader.dequeue() == "still delivered"
     with pytest.raises(RuntimeError, match="cancelled"):
-        reader.dequeue(timeout=5)
+        reader.dequeue(timeout=60)
 
 
 def test_an_error_while_unpickling_consumes_the_message() -> None:
@@ -103,8 +103,8 @@ def test_an_error_while_unpickling_consumes_the_message() -> None:
     writer.enqueue(Explodes())
     writer.enqueue("next")
     with pytest.raises(ZeroDivisionError):
-        reader.dequeue(timeout=5)
-    assert reader.dequeue(timeout=5) == "next"
+        reader.dequeue(timeout=60)
+    assert reader.dequeue(timeout=60) == "next"
 
 
 class Explodes:
@@ -156,8 +156,8 @@ def test_a_long_wait_names_who_is_waited_for(
         deadline = time.monotonic() + 10
         while "has not read" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert reader.dequeue(timeout=10) == b"x" * 200_000
-        assert reader.dequeue(timeout=10) == record  # begun before the lines, and not begun again
+        assert reader.dequeue(timeout=60) == b"x" * 200_000
+        assert reader.dequeue(timeout=60) == record  # begun before the lines, and not begun again
         thread.join(10)
     assert results == [None]
     lines = [entry.getMessage() for entry in caplog.records]

@@ -35,9 +35,9 @@ def test_two_that_write_to_each_other_first_do_not_wait_for_each_other() -> None
         mine, theirs = ((there, back), (back, there))[side]
         reader = MessageQueue.create_from_handle(theirs.export_handle(), 0)
         for number in range(10):
-            mine.enqueue((number, large), timeout=20)
+            mine.enqueue((number, large), timeout=60)
         for number in range(10):
-            assert reader.dequeue(timeout=20) == (number, large)
+            assert reader.dequeue(timeout=60) == (number, large)
 
     together(work, 2)
 
@@ -46,8 +46,8 @@ def test_a_large_message_needs_no_reader() -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=16 << 20, max_chunks=10)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     image = os.urandom(23 << 20)
-    writer.enqueue(image, timeout=10)
-    assert reader.dequeue(timeout=10) == image
+    writer.enqueue(image, timeout=60)
+    assert reader.dequeue(timeout=60) == image
 
 
 def test_small_records_go_on_when_the_ring_is_full() -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_place_is_never_followed(offset: int, content: bytes, complain
     )
     overwrite(writer, data_at + place + 32 + offset, content)
     with pytest.raises(ProtocolError, match=complaint):
-        reader.read(timeout=5)
+        reader.read(timeout=60)
 
 
 FULL = """
@@ -144,8 +144,8 @@ try:
     writer.write(b"x" * (4 << 20), timeout=0.2)
 except CommextTimeoutError:
     print("waits")
-writer.write(b"y" * (600 << 10), timeout=5)
-print(reader.read(timeout=5) == b"y" * (600 << 10))
+writer.write(b"y" * (600 << 10), timeout=60)
+print(reader.read(timeout=60) == b"y" * (600 << 10))
 """
 
 
@@ -167,10 +167,10 @@ readers = [
     for w, (n, _, _) in zip(writers, shapes)
 ]
 image = os.urandom(20 << 20)
-writers[0].enqueue(image, timeout=5)
-writers[1].enqueue(image, timeout=5)
+writers[0].enqueue(image, timeout=60)
+writers[1].enqueue(image, timeout=60)
 ends = readers[0] + readers[1]
-print(all(reader.dequeue(timeout=5) == image for reader in ends))
+print(all(reader.dequeue(timeout=60) == image for reader in ends))
 """
 
 

@@ -88,7 +88,7 @@ def test_who_does_not_get_the_turn_changes_nothing_of_the_steps() -> None:
     writer = StepQueue(1, 1, max_chunk_bytes=16 << 10, max_chunks=1)
     reader = StepQueue.create_from_handle(writer.export_handle(), 0)
     writer.enqueue(step(100))
-    reader.dequeue(timeout=5)
+    reader.dequeue(timeout=60)
     writer.enqueue(b"as much as may be under way" * 4000)
     first = threading.Thread(target=writer.enqueue, args=(step(100), 20), daemon=True)
     first.start()
@@ -96,13 +96,13 @@ def test_who_does_not_get_the_turn_changes_nothing_of_the_steps() -> None:
         pass
     with pytest.raises(TimeoutError, match="another thread"):
         writer.enqueue("second", timeout=0.05)
-    reader.dequeue(timeout=5)
-    assert exactly(reader.dequeue(timeout=5)) == exactly(step(100))
+    reader.dequeue(timeout=60)
+    assert exactly(reader.dequeue(timeout=60)) == exactly(step(100))
     first.join(5)
     before = writer.counters()["bytes"]
     writer.enqueue(step(100))
     assert writer.counters()["bytes"] - before < 1500  # without the names
-    assert exactly(reader.dequeue(timeout=5)) == exactly(step(100))
+    assert exactly(reader.dequeue(timeout=60)) == exactly(step(100))
 
 
 def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
@@ -152,8 +152,8 @@ def test_two_threads_read_steps_in_their_order() -> None:
     for message in messages:
         writer.enqueue(message)
     got: list[Any] = []
-    second_reader = threading.Thread(target=lambda: got.append(reader.dequeue(timeout=10)))
-    got.append(reader.dequeue(timeout=10))
+    second_reader = threading.Thread(target=lambda: got.append(reader.dequeue(timeout=60)))
+    got.append(reader.dequeue(timeout=60))
     second_reader.join(10)
     messages[0][1][0].connector_metadata = "unpickled"
     assert sorted(map(repr, map(exactly, got))) == sorted(map(repr, map(exactly, messages)))

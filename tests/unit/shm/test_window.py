@@ -79,13 +79,13 @@ def test_streamed_records_arrive_whole_however_far_the_readers_lag(sizes: list[i
     got: list[list[object]] = [[], []]
 
     def read(rank: int) -> None:
-        got[rank].extend(readers[rank].read(timeout=20) for _ in sizes)
+        got[rank].extend(readers[rank].read(timeout=60) for _ in sizes)
 
     threads = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for record in sent:
-        writer.write(record, timeout=20)
+        writer.write(record, timeout=60)
     for thread in threads:
         thread.join(20)
     assert got == [sent, sent]
