@@ -23,7 +23,7 @@ CHAOS_REQUESTS ?= 2000
 FAULTS ?= 114
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
-BENCH_ARGS ?=
+BENCH_OUT ?= build/bench
 CANARY_ARGS ?=
 BIN := $(VENV)/bin
 # Where it is set, every process compiles all of torch and vLLM that it imports: ten seconds each.
@@ -90,8 +90,12 @@ nightly: env ## Everything that runs here and takes hours: both demos, long, cha
 	$(MAKE) long chaos fuzz mutants test-matrix matrix mixed older rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
-bench: env ## Every benchmark that this machine can run, short, as one report in benchmarks/results; BENCH_ARGS='--only serve'
-	$(BIN)/python benchmarks/everything.py $(BENCH_ARGS)
+bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build/bench
+	$(BIN)/python benchmarks/shm_queue.py --quick --variants ours vllm --out $(BENCH_OUT)/shm_queue
+	$(BIN)/python benchmarks/cpu_collectives.py --quick --out $(BENCH_OUT)/cpu_collectives
+	$(BIN)/python benchmarks/nixl_connector.py --quick --out $(BENCH_OUT)/nixl_connector
+	$(BIN)/python benchmarks/proxy.py --rounds 1 --seconds 3
+	$(BIN)/python benchmarks/serve.py --quick --out $(BENCH_OUT)/serve
 
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
 	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos -m long

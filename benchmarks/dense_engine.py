@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import engine_profile
-
 from tests.kit import gpu_ranks
 
 ENVIRON = {  # of its process
@@ -21,7 +19,7 @@ ENVIRON = {  # of its process
 }
 BATCHES = (1, 16, 64)  # requests at a time
 # What an engine is asked for, beside numbers of requests.
-FIRST, TOKENS, PROFILE = "first token", "tokens", "profile"
+FIRST, TOKENS = "first token", "tokens"
 PROMPT = 64  # tokens
 COMPARED = 64  # requests whose tokens are compared
 SAMPLES = 3
@@ -93,9 +91,7 @@ class DenseEngine:
     def answer(self, cell: str) -> Any:
         """What is asked for: the tokens of `COMPARED` requests, or milliseconds: of the first token
         of a chunk, or an output token of so many requests; the median of `SAMPLES`, after one that
-        wakes up an engine whose turn it was not; or every worker's profile of one request."""
-        if cell == PROFILE:
-            return self._profile()
+        wakes up an engine whose turn it was not."""
         if cell == TOKENS:
             return self.generate(COMPARED, PROMPT, self._output)[1]
         sample = self._first_token if cell == FIRST else lambda: self._output_token(int(cell))
@@ -108,13 +104,6 @@ class DenseEngine:
     def _output_token(self, requests: int) -> float:
         short, long = (self.generate(requests, PROMPT, count)[0] for count in (1, 1 + self._output))
         return (long - short) / self._output
-
-    def _profile(self) -> list[dict[str, Any]]:
-        """While one request's output tokens come."""
-        self.generate(1, PROMPT, 1 + self._output)
-        self.llm.collective_rpc(engine_profile.start)
-        self.generate(1, 1, self._output)
-        return self.llm.collective_rpc(engine_profile.stop)
 
     def generate(self, requests: int, prompt: int, output: int) -> tuple[float, list[list[int]]]:
         """Seconds that so many requests take together, and the tokens of each.

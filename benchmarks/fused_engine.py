@@ -9,8 +9,7 @@ requests, and the first token of a prompt of one chunk. What the second of vLLM'
 by from the first is what this machine cannot tell apart. Weights are random, multicast is off for
 all. Writes fused_engine_tp2.md and .json after every round, with the calls of the fused op and of
 the all-reduce by who served them; under CUDA graphs a call counts where it is captured. Says too
-how many greedy tokens the engines agree on, and with --profile in which kernels they differ where
-requests come one at a time.
+how many greedy tokens the engines agree on.
 
 With --shape minimax or olmo3 it is the norm of Q and K that is compared, in a model like MiniMax-M2
 (of fewer experts) or Olmo-3-32B; writes norm_engine_minimax_tp2.md or norm_engine_olmo3_tp2.md.
@@ -27,11 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import engine_profile
 import pages
 import repository  # noqa: F401
 import turn
-from dense_engine import BATCHES, ENVIRON, FIRST, PROFILE, TOKENS, DenseEngine, write_model
+from dense_engine import BATCHES, ENVIRON, FIRST, TOKENS, DenseEngine, write_model
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
 from engine_setups import AGAIN, MODELS, TOGGLES, VLLM, Setup, small
 
@@ -183,8 +181,7 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
         for name, workers in report["served by"].items()
         for each in workers
     ]
-    lines += ["", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
-    return lines + engine_profile.section(report[PROFILE], report["facts"]["profiled steps"])
+    return [*lines, "", f"Greedy tokens that are equal: {json.dumps(report['equal tokens'])}"]
 
 
 def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> None:
@@ -205,7 +202,6 @@ def write(args: argparse.Namespace, rounds: Rounds, said: Mapping[str, Any]) -> 
             "layers": args.layers,
             "chunk": args.chunk,
             "rounds": len(rounds),
-            "profiled steps": args.output,
             "multicast": "off for all",
         },
         "engines": args.engines,
@@ -251,9 +247,6 @@ def compare(args: argparse.Namespace) -> int:
             "served by": {name: ready[name] for name in made if name not in (VLLM, AGAIN)},
             "log": {name: log_of(made[name]) for name in made if name not in (VLLM, AGAIN)},
             "equal tokens": agreement(tokens),
-            PROFILE: {name: engine.ask(PROFILE, end) for name, engine in made.items()}
-            if args.profile
-            else {},
         }
         print(json.dumps(said), flush=True)
         spent = 0.0
@@ -282,7 +275,6 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, help="tokens of the long prompt")
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens of an answer")
     parser.add_argument("--quantization", default="", help="as vLLM's, such as fp8")
-    parser.add_argument("--profile", action="store_true", help="time kernels, before the rounds")
     parser.add_argument("--seconds", type=float, default=560.0, help="bound for the whole run")
     parser.add_argument("--start-seconds", type=float, default=420.0, help="for the engines' start")
     return run_program(parser, serve, compare)

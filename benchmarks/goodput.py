@@ -19,7 +19,7 @@ contestant serves when all come at once.  No round begins that would not end wit
         --compilation-config '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
     python benchmarks/goodput.py --again OUT.jsonl --limits 12:800 --out OTHER
 
-Writes OUT.json, OUT.md and OUT.svg after every round, and every request to OUT.jsonl.  Without GPUs
+Writes OUT.json and OUT.md after every round, and every request to OUT.jsonl.  Without GPUs
 it runs with a tiny model on two servers, to try it.
 """
 
@@ -38,7 +38,7 @@ from typing import Any
 
 import pages
 import repository
-from goodputs import contestants, picture, plays, report
+from goodputs import contestants, plays, report
 from goodputs.contestants import NAMES, Contestant, limits_of
 from goodputs.engines import EngineSet, Setup, started, stop_all
 from goodputs.rounds import TRACE, Load, Rounds, Runner
@@ -168,8 +168,6 @@ class Output:
         self.about["load average at the end"] = load_average()
         found = report.content(self.plays, limits, self.about, self._num_gpus)
         lines = report.markdown(self.plays, limits, self.about, self._num_gpus)
-        about = [str(self.about[key]) for key in ("machine", "commit")]
-        out.with_suffix(".svg").write_text(picture.draw(found["rows"], about))
         return pages.write(out.parent, out.name, found, lines)
 
 

@@ -19,9 +19,6 @@ proxy does, one step after the other.
     python benchmarks/handover.py --engines plain "ours, proxy" "ours, proxy, streamed" --out OUT
     python benchmarks/handover.py --device cuda --cells 8000x1 32000x1 8000x8 --seconds 200 \
         --out OUT
-    python benchmarks/throttled.py --mbit 80 -- python benchmarks/handover.py --lengths 4096 \
-        --engines plain "ours, proxy" "ours, proxy, streamed" --at-once 1 --out OUT \
-        --server-args --max-num-batched-tokens 512
 """
 
 from __future__ import annotations

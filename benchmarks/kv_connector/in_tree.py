@@ -1,9 +1,8 @@
 """vLLM's own NIXL worker, built without a model: the class that the installed version runs."""
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,10 @@ def own_metadata(worker: Any) -> NixlAgentMetadata:
 
 
 def peer_metadata(
-    worker: Any, shape: Shape, addresses: Sequence[int], agent: bytes, tp_size: int = 1
+    worker: Any, shape: Shape, addresses: Sequence[int], agent: bytes
 ) -> NixlAgentMetadata:
     """What a prefill worker with caches at these addresses would tell it."""
-    lengths = [shape.block_bytes // tp_size] * shape.num_regions
+    lengths = [shape.block_bytes] * shape.num_regions
     return replace(
         own_metadata(worker),
         agent_metadata=agent,
@@ -88,30 +87,11 @@ def peer_metadata(
     )
 
 
-@contextlib.contextmanager
-def known_agent(worker: Any, name: str) -> Iterator[None]:
-    """NIXL's loading of a peer's metadata is the same for both variants: not counted."""
-    original = worker.nixl_wrapper.add_remote_agent
-    worker.nixl_wrapper.add_remote_agent = lambda _: name
-    try:
-        yield
-    finally:
-        worker.nixl_wrapper.add_remote_agent = original
-
-
-def add_peer(
-    worker: Any, metadata: NixlAgentMetadata, *, tp_rank: int = 0, tp_size: int = 1
-) -> None:
+def add_peer(worker: Any, metadata: NixlAgentMetadata) -> None:
     """A peer, with what the worker's handshake notes of it beside its lists."""
-    name = worker.add_remote_agent(metadata, tp_rank, tp_size)
-    worker._remote_agents[metadata.engine_id][(0, tp_rank)] = name
+    name = worker.add_remote_agent(metadata, 0, 1)
+    worker._remote_agents[metadata.engine_id][(0, 0)] = name
     worker._engine_by_address[(LOOPBACK, PORT)] = metadata.engine_id
-
-
-def forget(worker: Any, engine_id: str) -> None:
-    """Give a peer's lists back, but not its agent."""
-    worker._remote_agents[engine_id] = {}
-    worker._cleanup_remote_engine(engine_id, log_eviction=False)
 
 
 def read_request(
@@ -134,14 +114,3 @@ def read_request(
         awaiting_kvs=True,
     )
     return metadata
-
-
-def descriptor_ids(worker: Any, engine_id: str, blocks: Sequence[Sequence[int]]) -> Any:
-    """The worker's indices of an engine's blocks, a list a group, as its reads compute them."""
-    return worker._compute_desc_ids(
-        block_ids=[list(group) for group in blocks],
-        dst_num_blocks=worker.dst_num_blocks[engine_id],
-        block_size_ratio=None,
-        physical_blocks_per_logical=worker._physical_blocks_per_logical_kv_block,
-        region_num_blocks=worker.dst_region_num_blocks[engine_id],
-    )

@@ -1,10 +1,8 @@
 """Figures, and the processes in which they are taken."""
 
 import contextlib
-import gc
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 OURS, VLLM = "ours", "vllm"
-VARIANTS = (OURS, VLLM)
 SPAWN = multiprocessing.get_context("spawn")
 # vLLM stays as it would be without this package, and says nothing while it is timed.
 ENVIRON = {
@@ -34,17 +31,6 @@ class Sample:
     unit: str
     variant: str
     value: float
-
-
-def cpu_milliseconds(function: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU time that the calling thread spends in a function, and what it returns.
-
-    Garbage of what ran before is collected first, so that nobody pays for another's.
-    """
-    gc.collect()
-    started = time.thread_time_ns()
-    value = function()
-    return (time.thread_time_ns() - started) / 1e6, value
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The caches that both connectors serve, as vLLM describes them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -41,11 +40,11 @@ class Shape:
         return BLOCK_SIZE * NUM_KV_HEADS * 2 * self.head_size * 2
 
 
-def kv_cache_config(shape: Shape, tp_size: int = 1) -> KVCacheConfig:
+def kv_cache_config(shape: Shape) -> KVCacheConfig:
     """What vLLM's engine tells a worker of its cache."""
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_KV_HEADS // tp_size,
+        num_kv_heads=NUM_KV_HEADS,
         head_size=shape.head_size,
         dtype=torch.float16,
     )
@@ -57,9 +56,9 @@ def kv_cache_config(shape: Shape, tp_size: int = 1) -> KVCacheConfig:
     )
 
 
-def make_caches(shape: Shape, tp_size: int = 1) -> Caches:
+def make_caches(shape: Shape) -> Caches:
     """One rank's tensors, an allocation a layer, not touched."""
-    size = (shape.num_blocks, NUM_KV_HEADS // tp_size, BLOCK_SIZE, 2 * shape.head_size)
+    size = (shape.num_blocks, NUM_KV_HEADS, BLOCK_SIZE, 2 * shape.head_size)
     return {name: torch.empty(size, dtype=torch.float16) for name in shape.layer_names}
 
 
@@ -67,14 +66,9 @@ def our_layout(shape: Shape, caches: Caches, rank: Rank) -> CacheLayout:
     """Our description of one rank's tensors."""
     backends = dict.fromkeys(shape.layer_names, ATTENTION_BACKEND)
     facts = ModelFacts(rank, NUM_KV_HEADS, None, conv_dim_first=False, backends=backends)
-    return cache_layout(caches, kv_cache_config(shape, rank.size), facts)
+    return cache_layout(caches, kv_cache_config(shape), facts)
 
 
 def memory_ranges(caches: Caches) -> list[tuple[int, int]]:
     """``(address, bytes)`` of each allocation."""
     return [(cache.data_ptr(), cache.nbytes) for cache in caches.values()]
-
-
-def as_bytes(block: torch.Tensor) -> Any:
-    """A block's content, for comparison."""
-    return block.contiguous().view(torch.uint8)

@@ -182,7 +182,7 @@ def reader(variant: str, model: Path, shape: Shape, caches: Caches) -> Iterator[
 
 
 def measure_stall(
-    model: Path, transport: str, num_blocks: int, num_reads: int, rounds: int
+    transport: str, model: Path, num_blocks: int, num_reads: int, rounds: int
 ) -> list[Sample]:
     """Reads of ``num_reads`` blocks out of ``num_blocks``, drawn at random on both sides."""
     shape, dice = Shape(1, num_blocks), np.random.default_rng(0)

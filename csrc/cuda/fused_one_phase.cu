@@ -5,7 +5,8 @@
 // the residual and the weights are loaded while packs travel. While a few rows travel, memory has
 // nothing to do, though the matrix product that comes next waits for nothing else: further blocks
 // have the beginning of its weights prefetched. Programmatic dependent launch is left
-// out: between two matrix products of a model it cost 0.1 to 0.4 us a call (benchmarks/fused_layer.py).
+// out: between two matrix products of a model it cost 0.1 to 0.4 us a call
+// (benchmarks/results/fused_layer.md).
 //
 // Progress: a block waits only for the block with the same index on other GPUs, which has pushed the
 // row by then or pushes it before it waits itself. Blocks begin in the order of their index, and those
