@@ -1,41 +1,26 @@
-"""The pure parts of the chaos suite: the schedule, the judgement, the report, the garbage."""
+"""The pure parts of the chaos suite: the schedule, the judgement, the report."""
 
-import json
-import os
-import random
-import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
-from threading import Thread
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos import garbage
 from tests.chaos.census import (
     MAX_MORE_BYTES,
     MAX_MORE_DESCRIPTORS,
-    MIN_SAMPLES,
     Census,
     growth,
     leak,
     settled,
-    take_census,
 )
 from tests.chaos.faults import ACTIONS
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, first, judge
-from tests.chaos.load import make_prompts
-from tests.chaos.recovery import wait_for_proxy
-from tests.chaos.relay import relay_to
 from tests.chaos.report import FaultRecord, RunRecord, as_json, as_markdown, failures
 from tests.chaos.running import Running
 from tests.chaos.schedule import KINDS, plan_faults
 from tests.kit.parity import Completion
-from tests.kit.ports import LOOPBACK, free_port
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0
@@ -61,17 +46,6 @@ def test_every_round_of_a_schedule_holds_every_kind(
     for start in range(0, num_faults - len(kinds) + 1, len(kinds)):
         assert {fault.kind for fault in faults[start : start + len(kinds)]} == set(kinds)
     assert all(0.0 <= fault.delay_seconds <= 3.0 for fault in faults)
-
-
-def test_other_seeds_give_other_schedules() -> None:
-    schedules = {tuple(fault.kind for fault in plan_faults(seed, 40, [*KINDS])) for seed in (1, 2)}
-    assert len(schedules) == 2
-
-
-@pytest.mark.parametrize("kinds", [[], ["earthquake"]])
-def test_a_schedule_of_no_or_unknown_kinds_is_refused(kinds: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected kinds"):
-        plan_faults(1, 5, kinds)
 
 
 def test_every_kind_has_an_action() -> None:
@@ -119,14 +93,6 @@ def test_a_run_fails_by_its_recoveries(
     assert bool(failures(record)) == failed_timed
 
 
-def test_a_proxy_that_does_not_come_back_is_named_in_the_report() -> None:
-    why = wait_for_proxy(f"http://{LOOPBACK}:{free_port()}", time.monotonic() + 0.2)
-    assert "does not tell its health: ConnectError" in why
-    lost = Recovery(1, 40.0, succeeded=False, why=why)
-    [failure] = failures(RunRecord({}, [FaultRecord(1, "kill_prefill", 9.0, lost)]))
-    assert failure.endswith(why)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -143,19 +109,6 @@ def test_a_run_fails_by_everything_else_that_must_hold(change: dict[str, object]
     bad = replace(good, **change)
     assert failures(bad) != []
     assert "FAILED" in as_markdown(bad)
-
-
-def test_the_report_counts_by_kind_and_can_be_stored() -> None:
-    slow = Recovery(2, 4.0, succeeded=True)
-    faults = [FaultRecord(1, "kill_decode", 20.0, GOOD), FaultRecord(2, "kill_decode", 20.0, slow)]
-    record = RunRecord({"seed": 7}, faults, Counter(right=5, error=2), Counter({"HTTP 503": 2}))
-    assert f"| kill_decode | {KINDS['kill_decode'].meaning} | 2 | 2 | 2.25 | 4.00 | 0.00 | 0 |" in (
-        as_markdown(record)
-    )
-    stored = json.loads(json.dumps(as_json(record)))
-    assert stored["verdicts"] == {"right": 5, "error": 2}
-    assert stored["errors"] == {"HTTP 503": 2}
-    assert stored["faults"][1]["recovery"]["seconds"] == 4.0
 
 
 def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
@@ -184,13 +137,6 @@ def test_streams_are_counted_that_run_where_an_engine_is_lost() -> None:
     assert as_json(record)["lost"] == dict(running.lost)
 
 
-def test_the_drain_is_that_of_the_requests_under_way_at_the_beginning() -> None:
-    fault = FaultRecord(1, "kill_decode", 20.0, GOOD, started=10.0)
-    spans = [(1.0, 9.0), (8.0, 11.5), (9.5, 10.5), (10.5, 30.0)]
-    assert fault.with_drain(spans).drain_seconds == 1.5
-    assert fault.with_drain([]).drain_seconds == 0.0
-
-
 def test_growth_beyond_its_tolerance_is_found() -> None:
     before = Census(frozenset({1, 2}), 100, 20, 1 << 30)
     assert growth(before, before) == []
@@ -202,17 +148,6 @@ def test_growth_beyond_its_tolerance_is_found() -> None:
         {"pids": frozenset({1})},
     ):
         assert len(growth(before, replace(before, **change))) == 1
-
-
-def test_descriptors_are_named_by_what_they_are() -> None:
-    before = take_census([os.getpid()])
-    sockets = [socket.socket() for _ in range(MAX_MORE_DESCRIPTORS + 1)]
-    try:
-        [problem] = growth(before, take_census([os.getpid()]))
-    finally:
-        for one in sockets:
-            one.close()
-    assert f"file descriptors ({len(sockets)} socket)" in problem
 
 
 def test_what_goes_by_itself_is_no_growth_and_what_stays_is() -> None:
@@ -242,72 +177,3 @@ def test_a_buffer_that_leaks_at_every_fault_is_found_among_such_steps(leaked_mib
     sizes = [(size + leaked_mib * number) << 20 for number, size in enumerate(LONG)]
     [problem] = leak(sizes)
     assert "more memory from one fault to the next" in problem
-
-
-CHILD = """
-import sys
-kept = []
-for line in sys.stdin:
-    buffer = bytearray(b"x") * (4 << 20)
-    if line == "keep\\n":
-        kept.append(buffer)
-    del buffer
-    print("done", flush=True)
-"""
-
-
-@pytest.mark.parametrize("command", ["keep", "free"])
-def test_the_census_sees_what_a_process_keeps_and_not_what_it_has_freed(command: str) -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=pipe, stdout=pipe, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        sizes: list[int] = []
-        for _ in range(MIN_SAMPLES):
-            child.stdin.write(f"{command}\n")
-            child.stdin.flush()
-            assert child.stdout.readline() == "done\n"
-            sizes.append(take_census([child.pid]).heap_bytes)
-        child.stdin.close()
-    assert bool(leak(sizes)) == (command == "keep")
-
-
-def test_garbage_follows_from_its_seed_and_is_of_many_kinds() -> None:
-    valid = garbage.requests()
-    frames = list(garbage.mutations(random.Random(3), valid, 500))
-    assert frames == list(garbage.mutations(random.Random(3), valid, 500))
-    assert len(set(frames)) > 300
-    assert any(frame in valid for frame in frames)
-
-
-def test_prompts_follow_from_their_seed() -> None:
-    assert make_prompts(4, 1) == make_prompts(4, 1) != make_prompts(4, 2)
-
-
-@pytest.mark.parametrize(("slow", "cut"), [(False, False), (True, False), (False, True)])
-def test_the_relay_passes_bytes_on_unless_it_is_cut(slow: bool, cut: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as echo:
-        echo.settimeout(10.0)
-
-        def serve() -> None:
-            accepted, _ = echo.accept()
-            with accepted:
-                accepted.settimeout(10.0)
-                accepted.sendall(accepted.recv(100))
-
-        thread = Thread(target=serve, daemon=True)
-        thread.start()
-        with relay_to(*echo.getsockname()) as relay:
-            relay.slow, relay.cut = slow, cut
-            with socket.create_connection(("127.0.0.1", relay.port), timeout=10.0) as client:
-                client.sendall(b"hello")
-                client.settimeout(0.5 if cut else 10.0)
-                if cut:
-                    with pytest.raises(TimeoutError):
-                        client.recv(100)
-                else:
-                    assert client.recv(100) == b"hello"
-        thread.join(10.0)
-        assert relay.num_connections == 1
