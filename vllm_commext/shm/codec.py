@@ -25,6 +25,7 @@ from .reducers import (
     numbers_of,
     reduce_array,
     reduce_tensor,
+    refuse_storage,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BYTES, BYTEARRAY, ARRAY, TENSOR = b"b", b"a", b"n", b"t"
 MOST_KEPT = 1024  # of what either end made of words
+ALL_TYPES = 3  # that have reducers of ours: numpy's one and torch's two
 
 PlainRecord = tuple[bytes, Any]
 Builder = Callable[[Any], Any]
@@ -228,7 +230,9 @@ class _Reducers(dict[Any, Any]):
         if "numpy" in sys.modules:
             self[sys.modules["numpy"].ndarray] = reduce_array
         if "torch" in sys.modules:
-            self[sys.modules["torch"].Tensor] = reduce_tensor
+            torch = sys.modules["torch"]
+            self[torch.Tensor] = reduce_tensor
+            self[torch.UntypedStorage] = refuse_storage
 
 
 class Encoder:
@@ -275,7 +279,7 @@ class Encoder:
         """
         if self._chunks:  # left by an interrupted message
             self._start()
-        if len(self._reducers) < 2:
+        if len(self._reducers) < ALL_TYPES:
             self._add_types()
         if type(obj) is tuple:
             if self._steps is not None and (step := self._steps.pack(obj)) is not None:

@@ -1,13 +1,13 @@
-"""Arrays and tensors as pickle is to take them: their memory, apart, and few words about it.
+"""Reduces arrays and tensors for pickle: to their memory, apart, and a few words about it.
 
 numpy's own reduction names three globals and a dtype's state, which takes longer to pickle and to
-unpickle than 100 KiB to copy. Only what is named here is taken, because only that arrives as it
-was; everything else is reduced by numpy and torch themselves.
+unpickle than 100 KiB to copy. Only what arrives as it was is taken; everything else is reduced by
+numpy and torch themselves.
 """
 
 import functools
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,14 +19,13 @@ NUMPYS_OWN = 1  # dtype.isbuiltin of such in this machine's byte order
 SHARED_DTYPES = frozenset(
     ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 )  # that numpy and torch have under the same name
-TORCH_DTYPES = frozenset(
-    ("bfloat16", "complex128", "complex64", "complex32", "uint64", "uint32", "uint16")
-    + ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-)  # further ones that are nothing but their bytes
+QUANTIZED = frozenset(
+    ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")
+)  # views of them end the process where a tensor has no quantizer
 
 
 def is_of_numbers(array: "np.ndarray[Any, Any]") -> bool:
-    """Whether shape, dtype and memory are all of the array, besides its writability."""
+    """Return whether shape, dtype and memory are all of the array, besides its writability."""
     dtype, flags = array.dtype, array.flags
     return dtype.kind in NUMBERS and dtype.isbuiltin == NUMPYS_OWN and flags.c_contiguous
 
@@ -48,7 +47,7 @@ def _read_only(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 
 def _keys(tensor: "torch.Tensor") -> int:
-    """The key set of torch's dispatcher: a bit for each thing that makes a tensor special."""
+    """Return torch's dispatch keys: a bit for each thing that makes a tensor special."""
     import torch
 
     keys: Any = torch._C._dispatch_keys(tensor)  # pyright: ignore[reportPrivateUsage]
@@ -57,8 +56,8 @@ def _keys(tensor: "torch.Tensor") -> int:
 
 @functools.cache
 def _dense_keys() -> frozenset[int]:
-    """The key sets of dense CPU tensors without anything else about them: no quantizer, no
-    conjugate or negative bit, not nested, sparse, on another device or within a transform."""
+    """Return the key sets of plain CPU tensors: no quantizer, no conjugate or negative bit, not
+    nested, sparse, on another device or within a transform."""
     import torch
 
     with torch.inference_mode():
@@ -67,7 +66,7 @@ def _dense_keys() -> frozenset[int]:
 
 
 def is_dense(tensor: "torch.Tensor") -> bool:
-    """Whether shape, strides, dtype and memory are all of the tensor."""
+    """Return whether shape, strides, dtype and memory are all of the tensor."""
     return _keys(tensor) in _dense_keys() and not tensor.requires_grad and not tensor.__dict__
 
 
@@ -87,23 +86,6 @@ def numbers_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
     return array
 
 
-def _bytes_of(tensor: "torch.Tensor") -> "np.ndarray[Any, Any] | None":
-    """As `numbers_of`, for TORCH_DTYPES, as bytes; None also for a number without a shape."""
-    import torch
-
-    is_wrapper: Any = torch._is_functional_tensor  # pyright: ignore
-    if tensor.requires_grad or tensor.__dict__ or is_wrapper(tensor):
-        return None
-    if not (tensor.ndim and tensor.is_contiguous()):
-        return None
-    try:
-        array = tensor.view(torch.uint8).numpy()
-    except (RuntimeError, TypeError):
-        return None
-    _check_stored(tensor, array.nbytes, tensor.itemsize)
-    return array
-
-
 def _check_stored(tensor: "torch.Tensor", num_bytes: int, itemsize: int) -> None:
     stored = tensor.untyped_storage().nbytes()
     if stored < num_bytes + tensor.storage_offset() * itemsize and num_bytes:
@@ -119,10 +101,7 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
     if dtype in SHARED_DTYPES and (memory := numbers_of(tensor)) is not None:
         view: Any = memory
         return rebuild_tensor, (pickle.PickleBuffer(view), memory.shape, dtype)
-    if dtype in TORCH_DTYPES and (memory := _bytes_of(tensor)) is not None:  # the faster way
-        view = memory
-        return rebuild_tensor, (pickle.PickleBuffer(view), tuple(tensor.shape), dtype)
-    if (dtype not in SHARED_DTYPES and dtype not in TORCH_DTYPES) or not is_dense(tensor):
+    if dtype in QUANTIZED or not is_dense(tensor):
         return tensor.__reduce_ex__(PROTOCOL)
     shape, strides, count = tuple(tensor.shape), tensor.stride(), tensor.numel()
     words: tuple[Any, ...] = (shape, dtype)
@@ -145,7 +124,7 @@ def rebuild_tensor(
     dtype: str,
     strides: tuple[int, ...] | None = None,
 ) -> "torch.Tensor":
-    """The tensor over `memory`, which it keeps; over a copy if `memory` cannot be written to."""
+    """Make the tensor over `memory`, or over a copy if `memory` cannot be written to."""
     import numpy as np
     import torch
 
@@ -153,5 +132,14 @@ def rebuild_tensor(
     if dtype in SHARED_DTYPES and strides is None:  # the faster way
         return torch.from_numpy(np.ndarray(shape, dtype, writable))
     kind: torch.dtype = getattr(torch, dtype)
-    flat = torch.frombuffer(writable, dtype=kind) if writable else torch.empty(0, dtype=kind)
+    made = torch.frombuffer(writable, dtype=kind) if writable else None
+    flat = torch.empty(0, dtype=torch.uint8).view(kind) if made is None else made
     return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def refuse_storage(_storage: "torch.UntypedStorage") -> NoReturn:
+    """Refuse the storage to which torch reduces tensors of newer dtypes: it reads none back."""
+    raise TypeError(
+        "cannot send this tensor: torch pickles none of its dtype that has a gradient, attributes "
+        "or a class of its own; send its data"
+    )

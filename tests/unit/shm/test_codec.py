@@ -63,10 +63,11 @@ def test_an_array_goes_as_its_memory_and_a_few_words() -> None:
 
 def test_a_tensor_goes_as_its_memory() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    tensor = torch.arange(10_000)
-    back, n_parts = travel([tensor])
-    assert n_parts == 2
-    assert torch.equal(back[0], tensor)
+    numbers = torch.arange(10_000)
+    tensors = [numbers, numbers.bfloat16(), numbers.reshape(100, 100)[:, ::2]]
+    back, n_parts = travel(tensors)
+    assert n_parts == 1 + len(tensors)
+    assert all(map(torch.equal, back, tensors))
 
 
 def test_arrays_are_owned_and_writable() -> None:
