@@ -1,7 +1,12 @@
-"""The demo's claims fail when they should, and metrics that are absent do not read as zero."""
+"""The demo takes the scenario that suits its model and sizes, and its claims fail when they should.
+Metrics that are absent do not read as zero."""
+
+import argparse
+from pathlib import Path
 
 import pytest
 
+from tests.kit.demo import __main__ as demo
 from tests.kit.demo.report import (
     NOISE_MARGIN,
     Expected,
@@ -15,19 +20,7 @@ from tests.kit.metrics import parse
 from tests.kit.parity import Completion
 from vllm_commext.errors import ConfigError
 
-PAGE = """
-# HELP vllm:commext_nixl_bytes Bytes.
-# TYPE vllm:commext_nixl_bytes counter
-vllm:commext_nixl_bytes_total{engine="0"} 1024.0
-vllm:commext_nixl_bytes_total{engine="1"} 512.0
-# HELP vllm:commext_nixl_failures Failures.
-# TYPE vllm:commext_nixl_failures counter
-# HELP vllm:commext_nixl_transfer_seconds Seconds.
-# TYPE vllm:commext_nixl_transfer_seconds histogram
-vllm:commext_nixl_transfer_seconds_bucket{engine="0",le="+Inf"} 2.0
-vllm:commext_nixl_transfer_seconds_count{engine="0"} 2.0
-vllm:commext_nixl_transfer_seconds_sum{engine="0"} 0.5
-"""
+PAGE = 'vllm:commext_nixl_bytes_total{engine="0"} 1024.0\n'
 GOOD = Traffic(num_blocks=3, num_bytes=384, num_reads=1, seconds=0.002, num_failures=0)
 NEEDED = Expected(384, 3)
 
@@ -41,17 +34,6 @@ def one_pass(
 ) -> Pass:
     differences = noise.compare_all([completion(5, -1.0)], [got])
     return Pass("test", [got], differences, traffic, expected)
-
-
-def test_totals_labels_and_differences() -> None:
-    page = parse(PAGE)
-    name = "vllm:commext_nixl_bytes_total"
-    assert page.total(name) == 1536
-    assert page.total(name, engine="1") == 512
-    assert page.total("vllm:commext_nixl_failures_total") == 0
-    assert page.total("vllm:commext_nixl_transfer_seconds_sum") == 0.5
-    later = parse(PAGE.replace("1024.0", "2024.0"))
-    assert later.minus(page).total(name) == 1000
 
 
 def test_an_absent_metric_is_an_error_that_names_near_ones() -> None:
@@ -143,13 +125,6 @@ def test_a_token_that_was_less_likely_is_wrong_even_if_its_logprobs_are_near() -
     assert not difference.equal
 
 
-def test_rounding_that_shows_nowhere_allows_nothing() -> None:
-    own = likely((5, -1.0), (6, -1.0))
-    noise = Noise.of_rounding([own], [own])
-    [difference] = noise.compare_all([own], [likely((6, -1.0), (5, -1.0))])
-    assert not difference.equal
-
-
 @pytest.mark.parametrize("num_bytes", [0, 383, 385])
 def test_other_bytes_than_expected_break_the_claim_without_blocks(num_bytes: int) -> None:
     exact, expected = Noise.none(1), Expected(384, source="as before")
@@ -160,7 +135,34 @@ def test_other_bytes_than_expected_break_the_claim_without_blocks(num_bytes: int
     assert not one_pass(completion(5, -1.0), exact, other, expected).claim_transferred().held
 
 
-def test_nothing_expected_and_nothing_read_is_no_transfer() -> None:
-    nothing = Traffic(num_blocks=0, num_bytes=0, num_reads=0, seconds=0.0, num_failures=0)
-    one = one_pass(completion(5, -1.0), Noise.none(1), nothing, Expected(0))
-    assert not one.claim_transferred().held
+def parsed(*arguments: str) -> argparse.Namespace:
+    return demo.parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "sizes"),
+    [
+        ([], "EqualTpScenario", (1, 1)),
+        (["--tp", "2"], "EqualTpScenario", (2, 2)),
+        (["--tp", "2", "--d-tp", "1"], "SplitScenario", (2, 1)),
+        (["--p-tp", "1", "--d-tp", "2"], "SplitScenario", (1, 2)),
+        (["--model", "llama1", "--tp", "2"], "EqualTpScenario", (2, 2)),
+        (["--model", "granite1"], "SplitScenario", (1, 1)),
+        (["--model", "swa", "--tp", "2"], "SplitScenario", (2, 2)),
+    ],
+)
+def test_the_course_suits_the_model_and_the_sizes(
+    arguments: list[str], name: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    scenario = demo.choose_scenario(parsed(*arguments), tmp_path)
+    assert type(scenario).__name__ == name
+    assert (scenario.options.prefill_tp, scenario.options.decode_tp) == sizes
+
+
+@pytest.mark.parametrize("arguments", [["--model", "gpt5"], ["--tp", "5"], ["--p-tp", "0"]])
+def test_unknown_models_and_sizes_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*arguments)
+    assert "invalid choice" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import cpu_env
 import installer
 import pytest
 
@@ -59,15 +58,3 @@ def test_pip_installs_where_uv_cannot(
     assert said[-1].startswith("-m pip install")
     assert said[-1].endswith("--no-deps something==1")
     assert "no such thing" in capsys.readouterr().err
-
-
-def test_an_environment_is_made_anew_for_other_versions_or_another_recipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = cpu_env.digest_of_base("0.32.0")
-    assert made == cpu_env.digest_of_base("0.32.0") != cpu_env.digest_of_base("0.30.0")
-    assert made != cpu_env.digest_of_base("0.32.0", "9.9")
-    for name, value in (("RECIPE", cpu_env.RECIPE + 1), ("TORCH", "9.9")):
-        with monkeypatch.context() as changed:
-            changed.setattr(cpu_env, name, value)
-            assert cpu_env.digest_of_base("0.32.0") != made
