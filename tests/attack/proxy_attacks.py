@@ -14,7 +14,7 @@ from typing import Any
 from tests.attack.judge import Attack, Victim
 from tests.attack.proxy_victim import ProxyVictim, proxy
 from tests.kit.ports import LOOPBACK
-from vllm_commext.proxy.process import raise_limit
+from vllm_commext.proxy.server import raise_limit
 
 MIB = 1 << 20
 

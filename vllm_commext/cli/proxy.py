@@ -1,7 +1,6 @@
 """`vllm-commext proxy`: serve the two-step prefill/decode request."""
 
 import argparse
-import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import MODES, ORDERS, PLACEMENTS, ProxyConfig
-from vllm_commext.proxy.process import run_loop
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
 
@@ -221,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _fail(2, str(error))
     try:
-        importlib.import_module("vllm_commext.proxy.server")
+        from vllm_commext.proxy.server import run_loop
     except ModuleNotFoundError as error:
         return _fail(2, f"{error}: pip install aiohttp prometheus-client brings what it needs")
     logging.basicConfig(
@@ -235,8 +233,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serving(config: ProxyConfig) -> None:
-    from vllm_commext.proxy.process import fitted, raise_limit
-    from vllm_commext.proxy.server import serve
+    from vllm_commext.proxy.server import fitted, raise_limit, serve
 
     await serve(fitted(config, raise_limit()), _announce)
 

@@ -1,4 +1,4 @@
-"""What stands around every handler: errors as answers, API keys, TLS, and the access log."""
+"""Middlewares around every handler: errors as answers, API keys; TLS and the access log."""
 
 import hmac
 import logging
@@ -25,8 +25,8 @@ OPEN_PATHS = frozenset(("/live", "/ready", "/health", "/metrics"))
 async def answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Turn what a handler raises into an answer. Nobody's body is unfolded: what it would be is
-    the sender's choice, and no engine takes such a body."""
+    """Turn what a handler raises into an answer. Bodies with a Content-Encoding are refused: how
+    far they unfold is the sender's choice, and no engine takes them."""
     begin(request)
     try:
         _check_encoding(request)
@@ -47,8 +47,7 @@ async def answer_errors(
 
 
 def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
-    """For what is no route: the way to one that lacks the slash at its end, as vLLM answers it,
-    or what is wrong."""
+    """Redirect where only the slash at the end is wrong, as vLLM does; else the error."""
     path = request.path.removesuffix("/")
     routes = {resource.canonical for resource in request.app.router.resources()}
     if error.status == 404 and path != request.path and path in routes:
@@ -81,7 +80,7 @@ def _error_response(error: ProxyError) -> web.Response:
 
 
 def bears_one_of(keys: Iterable[bytes], request: web.Request) -> bool:
-    """Whether a request carries one of the keys, in a time that tells nothing of them."""
+    """Compare with every key, in a time that does not depend on them."""
     given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
     matches = [hmac.compare_digest(given, b"Bearer " + key) for key in keys]  # all are compared
     return any(matches)
@@ -103,7 +102,6 @@ class ApiKeys:
     async def check(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Middleware: 401 unless the request carries one of the keys."""
         # Browsers send no key with what they ask before a request.
         is_open = request.path in OPEN_PATHS or request.method == "OPTIONS"
         if not (is_open or bears_one_of(self._keys, request)):

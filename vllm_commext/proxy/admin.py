@@ -1,4 +1,4 @@
-"""The admin port: engines added, removed, drained and shown, for whoever has the token."""
+"""The admin port: add, remove, drain and show engines, with a token."""
 
 import asyncio
 import json
@@ -23,15 +23,11 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class AdminState:
-    """Engines added at the admin port so far, and those drained there."""
-
     places: frozenset[EngineEndpoint] = field(default_factory=frozenset[EngineEndpoint])
     drained: frozenset[str] = field(default_factory=frozenset[str])
 
 
 class Control(Protocol):
-    """Registry that the admin port acts on."""
-
     def apply(self, state: AdminState) -> None:
         """Raises `ConfigError`, and changes nothing, if that cannot be."""
         ...
@@ -107,7 +103,6 @@ class AdminApp:
         return answer
 
     async def _num_in_flight(self, url: str) -> int | None:
-        """Requests at *url*, None if there is no such engine."""
         found = [one["in_flight"] for one in await self._control.engines() if one["url"] == url]
         return sum(found) if found else None
 

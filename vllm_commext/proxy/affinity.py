@@ -32,14 +32,9 @@ _DIGEST_BYTES = 12
 
 @dataclass(frozen=True)
 class Prefix:
-    """What of a request engines are remembered by.
-
-    Attributes:
-        blocks: chained digests of the prompt's blocks, from its start.
-        tokens_a_block: about how many tokens each stands for.
-        session: digest of the session's name, b"" where it has none.
-        tokens: about how many tokens the prompt has.
-    """
+    """Digests by which engines remember a request. blocks: of the prompt's blocks, chained from its
+    start, each for about tokens_a_block tokens. session: of the session's name, b"" without one.
+    tokens: about how many the prompt has."""
 
     blocks: tuple[bytes, ...] = ()
     tokens_a_block: float = 0.0
@@ -51,13 +46,7 @@ NO_PREFIX = Prefix()
 
 
 def prefix_of(body: Mapping[str, Any], prompt: Any, session: str | None) -> Prefix:
-    """The prefix of a request for completions or chat.
-
-    Args:
-        body: the request.
-        prompt: of it, what its prompt is made of.
-        session: what the client calls the session, if it does.
-    """
+    """Prefix of a completion's or a chat's *prompt*; *session*: as the client names it."""
     salt = dumps([str(body.get("model")), str(body.get("cache_salt"))])
     # Without the quotes or brackets around it, so that a prompt's beginning is a longer one's, too.
     text = prompt.text[1:-1] if isinstance(prompt, RawJson) else b""
@@ -78,8 +67,7 @@ def _digest(*parts: bytes | memoryview) -> bytes:
 
 
 class _Recent:
-    """Keys with weights, of which those put in last are kept, up to a sum of weights. None weighs
-    less than ``MIN_WEIGHT``, so their number has a bound too."""
+    """The latest keys, up to a sum of weights. None weighs less than ``MIN_WEIGHT``."""
 
     def __init__(self, max_weight: float) -> None:
         self._max_weight = max_weight
@@ -90,7 +78,6 @@ class _Recent:
         return len(self.weights)
 
     def get(self, key: bytes) -> float:
-        """The key's weight, 0 where it is unknown or forgotten."""
         return self.weights.get(key, 0.0)
 
     def put(self, key: bytes, weight: float) -> None:
@@ -102,20 +89,15 @@ class _Recent:
 
 
 class Memory:
-    """Prompts that one engine was asked last.
-
-    Args:
-        max_tokens: about how many tokens of prompts it is taken to hold; what was asked longest ago
-            is forgotten first.
-    """
+    """Prompts that one engine was asked last, of about *max_tokens* in all; the oldest go first."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.clear()
 
     def held_tokens(self, prefix: Prefix) -> int:
-        """About how many of the prompt's first tokens the engine holds, one fewer than all at
-        most: the last one is always computed."""
+        """About how many of the prompt's first tokens the engine holds; the last is always
+        computed."""
         held = 0.0
         known = self._blocks.weights
         for block in prefix.blocks:
@@ -127,7 +109,6 @@ class Memory:
         return max(0, min(int(held), prefix.tokens - 1)) if held else 0
 
     def note(self, prefix: Prefix) -> None:
-        """The engine has taken this on."""
         # The last block first: a prompt is forgotten from its end, as engines forget it too.
         for block in reversed(prefix.blocks):
             self._blocks.put(block, prefix.tokens_a_block)
@@ -135,10 +116,8 @@ class Memory:
             self._sessions.put(prefix.session, float(prefix.tokens))
 
     def __len__(self) -> int:
-        """Number of blocks and sessions remembered."""
         return len(self._blocks) + len(self._sessions)
 
     def clear(self) -> None:
-        """The engine has gone, and what it held with it."""
         self._blocks = _Recent(self._max_tokens)
         self._sessions = _Recent(self._max_tokens)

@@ -42,8 +42,6 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ProxyApp:
-    """State and routes of one proxy."""
-
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
         limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
@@ -67,7 +65,6 @@ class ProxyApp:
         self._draining = False
 
     def build(self) -> web.Application:
-        """The application; its engines are checked once when it starts."""
         app = web.Application(
             middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
         )
@@ -116,11 +113,9 @@ class ProxyApp:
         self.registry.drain(state.drained)
 
     async def engines(self) -> list[dict[str, Any]]:
-        """Every engine, for the admin port."""
         return [engine.as_json() for engine in self.registry.engines]
 
     async def live(self, _: web.Request) -> web.Response:
-        """200 while the process serves at all."""
         return web.json_response({"status": "ok"})
 
     async def ready(self, _: web.Request) -> web.Response:
@@ -136,14 +131,13 @@ class ProxyApp:
         return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fetch(self, request: web.Request) -> web.Response:
-        """Fetch what an engine says of itself, or of the origins that browsers may ask from."""
+        """Pass on an engine's models or version, or a browser's preflight."""
         with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
             headers = self._passed_headers(request)
             status, told, body = await self._upstream.fetch(request.method, request.path, headers)
         return web.Response(status=status, body=body, headers=told)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Every endpoint that an engine answers."""
         outcome = Outcome(_request_id(request))
         with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
             headers = self._passed_headers(request)
@@ -154,7 +148,7 @@ class ProxyApp:
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
-        """Note what becomes of a request, whose body need not be there; a drain waits for it."""
+        """Count a request by its outcome; a drain waits for it."""
         try:
             self._begin()
             try:
@@ -186,7 +180,6 @@ class ProxyApp:
 
     @contextmanager
     def _admitted(self, request: web.Request) -> Iterator[None]:
-        """Count a request that is whole in, and whatever becomes of it, out again."""
         if self.num_in_flight >= self.config.max_in_flight:
             message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
             raise ProxyError(503, "overloaded", message)

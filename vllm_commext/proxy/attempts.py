@@ -1,4 +1,4 @@
-"""A request on its way through the engines: what it asks for, and what has become of it so far."""
+"""A request on its way: its body, and the engines that have failed it so far."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,8 +24,7 @@ from vllm_commext.proxy.upstream import Payload, Prefilled
 
 
 class Attempts:
-    """A request's body, and the engines that have failed it so far. local_reason: why one engine
-    has to take both steps; None also for what has no first one."""
+    """One request's body and attempts. local_reason: why one engine has to take both steps."""
 
     def __init__(
         self,
@@ -62,11 +61,9 @@ class Attempts:
         self.losses = Losses()
 
     def remember(self, session: str | None) -> None:
-        """Have engines chosen that may hold the beginning of the prompt."""
         self.prefix = prefix_of(self.body, self._prompt, session)
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
-        """Payload for an engine; by default the answer streams if the client's does."""
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(
             *(self.path, self._headers, body, self.tokens, streams, self.prefix, self.losses),
@@ -74,13 +71,12 @@ class Attempts:
         )
 
     def has_reader(self, source: Engine) -> bool:
-        """Whether another engine than *source* may be asked for the answer, now or later."""
         urls = {one.url for one in self._decode.engines if one.usable}
         return urls != {source.url}
 
     def keep(self, refusal: Resume | None, room: Room, num_bytes: int) -> None:
-        """Keep what the client gets of a stream, where it can be resumed. The request itself, of
-        so many bytes, counts, too."""
+        """Keep what the client gets of a stream, if it can be resumed. *num_bytes*: the request's
+        own."""
         self.refusal = refusal or resume.refusal(self.path, self.body)
         if self.refusal is None:
             self.transcript = Transcript(room, self.body, num_bytes)
@@ -89,7 +85,6 @@ class Attempts:
             self.transcript = None
 
     def asking(self, payload: Payload, transcript: Transcript) -> Payload:
-        """A decode engine's payload, where what the client gets is kept."""
         edit = without_prompt if transcript.hides_ids else payload.edit
         return replace(payload, body=transcript.asking(payload.body), edit=edit)
 
@@ -99,8 +94,7 @@ class Attempts:
             self.body, self._prompt = {}, None
 
     def hand_over_to(self, opened: Opened) -> bool:
-        """Whether there is a prefill engine's KV cache, which the engine that answers reads, or is
-        about to have released."""
+        """Give the prefill's KV cache to the engine that answers; False if there is none."""
         prefilled, self.prefilled = self.prefilled, None
         job = prefilled.job if prefilled is not None else None
         if opened.answer is not None and job is not None:
@@ -110,7 +104,7 @@ class Attempts:
         return prefilled is not None
 
     def begin_again(self, failure: ProxyError) -> bool:
-        """Whether the answer, which has failed so, may go on at another engine."""
+        """Prepare to go on at another engine after *failure*; False where the answer may not."""
         if self.num_resumed >= resume.MAX_RESUMES or self.transcript is None:
             return False
         self.num_resumed, self.num_failed, self.prefilled_by = self.num_resumed + 1, 0, None
@@ -130,35 +124,32 @@ class Attempts:
         return Resume.ENDING if is_ending else None
 
     def has_other(self) -> bool:
-        """Whether another decode engine than the one that answers may be given work."""
         engine = self.opened and self.opened.engine
         return any(one.usable and one is not engine for one in self._decode.engines)
 
     def places_at(self, engine: Engine) -> list[SideChannelFields]:
-        """Side channels of an engine that has the answer so far, where any decode engine that may
-        be chosen can read that; none where one cannot."""
+        """Side channels of *engine*, if every usable decode engine can read the answer there."""
         others = [one.capabilities for one in self._decode.engines if one.usable]
         can_read = engine.capabilities.caches and all(one.caches and one.offers for one in others)
         return list(engine.capabilities.offers) if can_read else []
 
     def close(self) -> None:
-        """Let go of the engine that answers, and of what is kept."""
         if self.opened is not None:
             self.opened.close()
         if self.transcript is not None:
             self.transcript.close()
 
     def places(self) -> list[SideChannelFields]:
-        """Side channels where blocks of the prompt's beginning may be on offer: first of engines
-        that have not got it whole."""
+        """Side channels that may offer blocks of the prompt, first of engines that failed with
+        it."""
         failed = [one for one in self.failed_decode if one.healthy]
         first = [place for one in failed for place in one.capabilities.offers]
         known = places_of(self._decode.engines, self.prefix)
         return [*first, *(one for one in known if one not in first)][:MAX_PLACES]
 
     def avoided(self) -> list[Engine]:
-        """Decode engines that had better not answer: an engine cannot read from itself, which
-        matters while one changes its role."""
+        """Decode engines to ask last: those that failed, and the prefill engine itself, which
+        cannot read from itself while it changes its role."""
         source = self.prefilled_by.url if self.prefilled_by else None
         itself = [one for one in self._decode.engines if one.url == source]
         left = [self.opened.engine] if self.opened is not None else []

@@ -1,9 +1,8 @@
-"""A request's JSON object, taken apart without ever stopping the event loop for long. Pure.
+"""Takes a request's JSON object apart without stopping the event loop for long. Pure.
 
-Members are told apart; what is short is decoded. A prompt, and whatever else is long, stays the
-text that came, since all that the proxy asks of it is its kind and about how many tokens it has:
-33 MB of token ids would take seconds to decode, and ten times their size. A large body is looked
-at a window at a time, by position, so that a window takes as long whatever is inside.
+Short members are decoded. A prompt, and any other long member, stays text: the proxy needs only its
+kind and about how many tokens it has, and 33 MB of token ids would take seconds to decode. A large
+body is parsed a window at a time.
 """
 
 import json
@@ -19,7 +18,6 @@ import numpy as np
 LARGE_BODY_BYTES = 32 << 10
 WINDOW_BYTES = 32 << 10
 MAX_DECODED_BYTES = 16 << 10
-"""Of one member that is decoded."""
 MAX_DECODED_SUM_BYTES = 128 << 10
 """Of all that are decoded: Python's objects take up to 50 times their text."""
 MAX_MEMBERS = 1000
@@ -27,7 +25,6 @@ MAX_NAME_BYTES = 1024
 MAX_DEPTH = 256
 BYTES_PER_TOKEN = 4
 LENGTHS = ("max_completion_tokens", "max_tokens")
-"""What bounds an answer's length, in a chat and anywhere."""
 _MAX_SCALAR_BYTES = 8 << 10
 # Never decoded, so that they are the same text whatever the body's size.
 _PROMPTS = frozenset(("prompt", "messages", "input"))
@@ -46,11 +43,8 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True)
 class RawJson:
-    """A value as it came.
-
-    text: its JSON. kind: the first character, one of ``"``, ``[`` and ``{``. num_items, item_kind:
-    of an array, how many elements it has and the first one's first character.
-    """
+    """A member as it came. kind: ``"``, ``[`` or ``{``. num_items, item_kind: of an array, how many
+    elements, and the first one's first character."""
 
     text: memoryview
     kind: str
@@ -70,10 +64,10 @@ def _finite(text: str) -> float:
 
 
 def decode(text: bytes | bytearray | memoryview) -> Any:
-    """The JSON in *text*. Raises `ValueError` or `RecursionError`.
+    """Decode JSON. Raises `ValueError` or `RecursionError`.
 
-    msgspec takes a fifth of the time of Python's decoder, which judges what msgspec refuses: lone
-    surrogates and other encodings than UTF-8 are JSON to the engines.
+    Python's decoder, five times slower, judges what msgspec refuses: lone surrogates and other
+    encodings than UTF-8 are JSON to the engines.
     """
     try:
         return msgspec.json.decode(text)
@@ -83,11 +77,8 @@ def decode(text: bytes | bytearray | memoryview) -> Any:
 
 
 def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
-    """Take *raw* apart; yields wherever the caller may let others run, returns what it holds.
-
-    Raises `ValueError` or `RecursionError` if that is not JSON, as far as it is looked at, or more
-    than the proxy takes.
-    """
+    """Take *raw* apart; yields wherever others may run. Raises `ValueError` or `RecursionError` for
+    what is not JSON, as far as it is looked at, or too much."""
     if len(raw) > LARGE_BODY_BYTES:
         return (yield from _Splitter(raw).members())
     members = _Members()
@@ -104,8 +95,6 @@ def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
 
 
 class _Members:
-    """Members that were found, within the limits of a request."""
-
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self._num_members = self._num_decoded_bytes = 0
@@ -132,8 +121,7 @@ class _Members:
 
 
 class _Nest:
-    """Follows an array or an object to its end, a window after the other. num_commas: right
-    inside of it, so far."""
+    """Follows an array or an object to its end, window by window. num_commas: at its top level."""
 
     def __init__(self) -> None:
         self.num_commas = 0
@@ -142,8 +130,8 @@ class _Nest:
 
     @classmethod
     def of(cls, text: bytes) -> "_Nest":
-        """After all of *text*, which is short; objects in an array are not counted. Raises
-        `ValueError` as `feed` does."""
+        """After all of a short *text*; objects in an array are not counted. Raises as `feed`
+        does."""
         nest = cls()
         if not text[1:-1].translate(None, _IDS):
             nest.num_commas = text.count(b",")
@@ -152,8 +140,8 @@ class _Nest:
         return nest
 
     def feed(self, window: bytes | bytearray) -> int | None:
-        """Look at the next window, which cuts no escape; where in it the value is over, None if
-        it is not. Raises `ValueError` for what is nested too deep."""
+        """Follow the next window, which cuts no escape; the end of the value in it, or None. Raises
+        `ValueError` for what is nested too deep."""
         window = _without_escapes(window)
         if self._is_friendly(window):
             return None
@@ -173,7 +161,6 @@ class _Nest:
         return end
 
     def _is_friendly(self, window: bytes | bytearray) -> bool:
-        """Whether nothing begins or ends in *window*: token ids, or the midst of a string."""
         if self._in_string:
             return b'"' not in window
         if self._depth != 1 or window.translate(None, _IDS):
@@ -183,7 +170,6 @@ class _Nest:
 
 
 def _counts(text: bytes) -> bool:
-    """Whether it matters how many items *text* has: an array, and not one of objects."""
     return text[:1] == b"[" and text[1:].lstrip(_SPACE)[:1] != b"{"
 
 
@@ -195,8 +181,6 @@ def _without_escapes(window: bytes | bytearray) -> bytes | bytearray:
 
 
 class _Splitter:
-    """The members of one large object."""
-
     def __init__(self, raw: bytes | bytearray) -> None:
         self._raw = raw
         self._view = memoryview(raw)
@@ -244,7 +228,6 @@ class _Splitter:
         raise ValueError(f"what opens at byte {start} has no end")
 
     def _string_end(self, start: int) -> Generator[None, None, int]:
-        """Behind the quote that ends the string whose first character is at *start*."""
         pos = start
         while pos < self._end:
             window = self._window(pos)
@@ -256,14 +239,12 @@ class _Splitter:
         raise ValueError(f"the string at byte {start - 1} has no end")
 
     def _window(self, pos: int) -> bytes | bytearray:
-        """The bytes from *pos* on, up to where no escape is cut."""
         window = self._raw[pos : pos + WINDOW_BYTES]
         num_backslashes = len(window) - len(window.rstrip(b"\\"))
         is_cut = num_backslashes % 2 and pos + len(window) < self._end
         return window[:-1] if is_cut else window
 
     def _after(self, what: bytes, pos: int) -> Generator[None, None, int]:
-        """Behind *what*, and the space before and after it."""
         pos = yield from self._after_space(pos)
         if what:
             pos = yield from self._after_space(self._expect(what, pos))
@@ -288,7 +269,6 @@ class _Splitter:
 
 
 def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """Encode *body* as JSON, in its pieces; an engine reads what was judged here."""
     raw = {name: value for name, value in body.items() if isinstance(value, RawJson)}
     if not raw:
         return [dumps(body)]
@@ -303,7 +283,6 @@ def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
 
 
 def dumps(value: Any) -> bytes:
-    """Encode what `decode` returned as JSON without spaces."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # a lone surrogate
@@ -311,8 +290,7 @@ def dumps(value: Any) -> bytes:
 
 
 def num_tokens(prompt: Any) -> int:
-    """About how many tokens *prompt* has, by the length of its text; what is neither text nor
-    token ids (an image) counts by its length too."""
+    """About how many tokens *prompt* has, by the length of its text."""
     if not isinstance(prompt, RawJson):
         return 0
     if prompt.kind == "[" and prompt.item_kind.isdigit():

@@ -1,4 +1,4 @@
-"""Which engines take a request: what the policy of placement has to say of those usable now."""
+"""Which engines take a request: the policy of placement, applied to those usable now."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,18 +15,16 @@ from vllm_commext.proxy.placement import Candidate, Placement, Planner
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
-"""Ways in which a request is placed: by the policy, wholly at one engine or one step at each of
-two, or wholly at the engine with the least work."""
 MOST_TOKENS = 1 << 15
 MAX_REMEMBERED = 1 << 16
 WINDOW = 10
-"""Engines that are looked at for a request, others for each."""
+"""Engines compared for a request, others each time."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Engines that are to take one request, and what is expected of it, if anything is. prefill:
-    None where *decode* computes the prompt itself; decode: None for whichever has least work."""
+    """Engines for one request. prefill: None where *decode* computes the prompt itself; decode:
+    None for the one with the least work."""
 
     prefill: Engine | None = None
     decode: Engine | None = None
@@ -35,17 +33,15 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
         if self.expected is None:
             return LEAST_WORK
         return HANDED_OVER if self.prefill is not None else LOCAL
 
     def engine(self, role: str) -> Engine | None:
-        """The engine that is to take the step of a *role*."""
         return self.prefill if role == PREFILL else self.decode
 
     def as_header(self) -> str:
-        """For clients: the kind, and what was expected in milliseconds."""
+        """For clients: the kind, and the expected times in milliseconds."""
         expected = self.expected
         if expected is None:
             return self.kind
@@ -54,26 +50,22 @@ class Plan:
 
 
 def is_adaptive(mode: str, decode: EnginePool) -> bool:
-    """Whether requests are placed by what engines work on, as far as *mode* decides that."""
     return mode == ADAPTIVE or (mode == AUTO and decode.has_both)
 
 
 def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
-    """Whether prompts wait at the proxy for their turn at an engine: as the option says, else where
-    requests are placed by a limit to the first token."""
+    """Whether prompts wait here for their turn: as the option says, else with --ttft-ms."""
     if config.prompt_order != AUTO:
         return config.prompt_order == SHORTEST
     return bool(config.ttft_ms) and is_adaptive(config.placement, decode)
 
 
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
-    """Whether somebody asks what engines work on, and how fast; else nothing is learned of it."""
+    """Whether anything depends on engines' work and speed; else neither is learned."""
     return orders_prompts(config, decode) or is_adaptive(config.placement, decode)
 
 
 class Chooser:
-    """Makes plans for requests."""
-
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
         self._mode = mode
         self._planner = planner
@@ -89,8 +81,8 @@ class Chooser:
         failed: Collection[Engine],
         may_hand_over: bool,
     ) -> Plan | None:
-        """Plan for a prompt of *tokens*, with none of *failed* where there are others; None where
-        the engines' roles decide. may_hand_over: it can take its steps at two engines."""
+        """Plan for a prompt of *tokens*, avoiding *failed*; None where the engines' roles
+        decide."""
         if self._mode == LOCAL:
             return Plan()
         if not is_adaptive(self._mode, self._pools[DECODE]):
@@ -128,8 +120,7 @@ class Chooser:
         return Plan(source, engine, placement, now + placement.first_token)
 
     def _window(self, pool: EnginePool, name: bytes) -> Sequence[Engine]:
-        """Some of many engines, others each time, with the one that has had the prompt's beginning
-        last."""
+        """The next engines in turn, and the one that had the prompt's beginning last."""
         engines = pool.engines
         start = self._turn % max(len(engines), 1)
         window = [*engines[start : start + WINDOW]]
@@ -148,18 +139,16 @@ class Chooser:
 
 
 def _idlest(pool: EnginePool) -> Sequence[Engine]:
-    """Of all engines as many as are looked at, those with the least to compute first."""
     usable = [one for one in pool.engines if one.usable]
     return nsmallest(WINDOW, usable, key=lambda one: one.load.queued)
 
 
 def _name_of(prefix: Prefix) -> bytes:
-    """What the requests of a conversation have in common, b"" for none."""
+    """Digest that the requests of a conversation share, b"" for none."""
     return prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
 
 
 def most_tokens(body: Mapping[str, Any]) -> int:
-    """Length that the request allows its answer."""
     for name in LENGTHS:
         value = body.get(name)
         if isinstance(value, int) and value > 0:

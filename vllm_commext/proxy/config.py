@@ -11,10 +11,8 @@ from vllm_commext.errors import ConfigError
 
 MIB = 1 << 20
 AUTO, NEVER = MODES = ("auto", "never")
-"""Which requests go to both engines at once: all that can, none."""
 SHORTEST, ARRIVAL = "shortest", "arrival"
 ORDERS = (AUTO, SHORTEST, ARRIVAL)
-"""In which order prompts that wait for an engine are sent to it."""
 AUTO, ADAPTIVE, LOCAL, FIXED = PLACEMENTS = ("auto", "adaptive", "local", "fixed")
 DNS_SCHEME = "dns+"
 BODIES = 16
@@ -30,21 +28,17 @@ def _option(default: Any, meaning: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A value without an option."""
     return field(default=value, metadata={"number": True})
 
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """Options of one proxy process.
+    """Options of one proxy, checked.
 
-    prefill, decode, both: base URLs of the engines that take one of the two steps, or either:
-    ``http://HOST:PORT`` with an optional path prefix; ``dns+http://NAME:PORT`` stands for every
-    address that NAME resolves to. All may be empty if engines can come from elsewhere.
-    Fields that end in ``_file`` are paths, or empty.
-    Fields that end in ``_seconds`` are bounds on waits, in seconds, all above zero; the other
-    numbers are counts or bytes, at least 1 unless their default is 0. Raises `ConfigError` naming
-    the field otherwise.
+    prefill, decode, both: base URLs of engines, ``http://HOST:PORT`` with an optional path;
+    ``dns+http://NAME:PORT`` stands for every address of NAME. ``_file`` fields are paths, or empty.
+    ``_seconds`` are bounds on waits; they and other numbers are above zero, unless 0 is the
+    default. Raises `ConfigError` that names the field.
     """
 
     prefill: tuple[str, ...]
@@ -78,7 +72,7 @@ class ProxyConfig:
         30.0, "give up on requests to an engine that has answered no check for so long"
     )
     engine_wait_seconds: float = _number(3.0)
-    """How long a request waits for a healthy decode engine, while there is none."""
+    """How long a request waits while no decode engine is healthy."""
     keep_alive_seconds: float = _number(4.0)
     """After how long idle connections to engines are closed; an engine closes them after 5 s."""
     request_attempts: int = _number(2)
@@ -168,7 +162,6 @@ class ProxyConfig:
 
 
 def two_roles_error(url: str) -> ConfigError:
-    """Refusal of an engine that is given in two roles: it cannot pull KV blocks from itself."""
     return ConfigError(
         f"{url} is given as a prefill and as a decode engine: an engine "
         "cannot pull KV blocks from itself; give each engine one role, or name it by --engine"
@@ -182,7 +175,7 @@ def _check_number(name: str, value: float, default: Any) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The one line of a file that holds a secret. Raises `ConfigError`."""
+    """Read a file of one line. Raises `ConfigError`."""
     try:
         secret = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:

@@ -1,9 +1,8 @@
-"""Clients' connections: how many there may be, and what each may cost before it asks for anything.
+"""Clients' connections: how many, and what each may cost before it asks for anything.
 
-One on which the proxy waits for its client (for a request's head, or the rest of its body) has to
-go where there are too many; the one that has waited longest goes first. So strangers that only
-hold connections keep nobody out. What has begun and is not whole is looked at for a part of the
-time alone, so that it holds up nobody whose request is.
+Where there are too many, the one that has kept the proxy waiting longest (for a head, or the rest
+of a body) is closed. So strangers that only hold connections keep no client out. Requests that are
+not whole are parsed for a share of the time alone.
 """
 
 import asyncio
@@ -44,7 +43,6 @@ _FIRST_REQUEST_SECONDS = 10.0
 _BEGINNING_BYTES = 16 << 10
 """Of a request that is not whole: beyond that it is under way, and costs what bytes cost."""
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
-"""For looking at requests that are not whole, and before the next such step."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # Where there is one, a client that takes nothing for so long has gone, says the kernel.
@@ -55,15 +53,13 @@ complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
 
 @dataclass
 class _Peer:
-    """One address. waiting: its connections on which the proxy waits, oldest first."""
+    """One address. waiting: its connections that keep the proxy waiting, oldest first."""
 
     num_open: int = 0
     waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
 
 
 class Connections:
-    """All connections of a port."""
-
     def __init__(self, max_open: int, max_of_peer: int, client_seconds: float) -> None:
         self._max_open = max_open
         self._max_of_peer = max_of_peer
@@ -78,8 +74,7 @@ class Connections:
         self.num_open = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:
-        """Have the kernel end connections that *port* is going to accept, which take its options:
-        when the client's host has gone, or the client takes nothing for so long."""
+        """Have the kernel end connections whose host is gone, or whose client takes nothing."""
         for bound in port.sockets:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if _USER_TIMEOUT is not None:
@@ -87,11 +82,10 @@ class Connections:
                 bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
     def make(self, manager: web.Server) -> "Connection":
-        """Make a connection that is about to open, for requests that *manager* handles."""
         return Connection(manager, self, asyncio.get_running_loop())
 
     def enter(self, one: "Connection") -> bool:
-        """Count *one* in; False if there is no room and nobody to go in its place."""
+        """Count *one* in; False if there is no room and none to close in its place."""
         peer = self._peers.get(one.peer, _Peer())
         is_over = peer.num_open >= self._max_of_peer
         if is_over or self.num_open >= self._max_open:
@@ -120,16 +114,13 @@ class Connections:
             del self._peers[one.peer]
 
     def wait(self, one: "Connection") -> None:
-        """The proxy waits for the client of *one*."""
         self._waiting[one] = self._peers[one.peer].waiting[one] = None
 
     def serve(self, one: "Connection") -> None:
-        """The client of *one* waits for the proxy."""
         self._waiting.pop(one, None)
         self._peers[one.peer].waiting.pop(one, None)
 
     def look_later(self, one: "Connection") -> None:
-        """Parse later what *one* has of a request."""
         self._begun[one] = None
         self._plan_step()
 
@@ -149,7 +140,6 @@ class Connections:
         self._plan_step()
 
     def take_head(self, one: "Connection", num_bytes: int) -> bool:
-        """Count bytes of heads that have come; False if *one* has sent too many."""
         one.num_head_bytes += num_bytes
         self._num_head_bytes += num_bytes
         is_scarce = self._num_head_bytes > MAX_HEADS_BYTES
@@ -161,7 +151,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A client's connection. peer: who that is, by address. is_open: it is counted."""
+    """A client's connection. peer: its address, or IPv6 network. is_open: it is counted."""
 
     def __init__(
         self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
@@ -212,18 +202,16 @@ class Connection(web.RequestHandler):
             self._all.look_later(self)
 
     def _count_head(self, num_before: int) -> bool:
-        """Count heads in what came after so many bytes; False if that is too much."""
         num_bytes = _end_of_heads(self._beginning) - num_before
         return self._all.take_head(self, max(num_bytes, 0))
 
     def take_up(self) -> None:
-        """Have what has come of a request parsed, and the request handled if its head is whole."""
+        """Parse what has come of a request."""
         data, self._beginning = self._beginning, b""
         if data:
             super().data_received(data)
 
     def begin(self, request: web.BaseRequest) -> None:
-        """Note that the head of *request* is whole."""
         if self._first is not None:
             self._first.cancel()
             self._first = None
@@ -232,7 +220,6 @@ class Connection(web.RequestHandler):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The request is whole, too, and is being served while the block runs."""
         self._reads_body = False
         if self.is_open:
             self._all.serve(self)
@@ -243,7 +230,6 @@ class Connection(web.RequestHandler):
                 self._all.wait(self)
 
     def cut(self) -> None:
-        """Close it now, whatever its client has not taken yet."""
         self._leave()
         self._client.abort()
 
@@ -261,7 +247,6 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP, with one line in the log."""
         told = " ".join((message or repr(exc)).split())[:200]
         complaints.warning("http", f"{self.peer} is refused with {status}: {told}")
         if request.writer.output_size > 0:
@@ -277,7 +262,6 @@ class Connection(web.RequestHandler):
 
 @contextmanager
 def serving(request: web.Request) -> Iterator[None]:
-    """Mark *request*, which is whole, as being served while the block runs."""
     connection = request.protocol
     if not isinstance(connection, Connection):
         yield
@@ -287,25 +271,23 @@ def serving(request: web.Request) -> Iterator[None]:
 
 
 def begin(request: web.BaseRequest) -> None:
-    """Note that the head of *request* is whole."""
     if isinstance(request.protocol, Connection):
         request.protocol.begin(request)
 
 
 def cut(request: web.BaseRequest) -> None:
-    """Close the connection of *request* now."""
     if request.transport is not None:
         request.transport.abort()
 
 
 def _end_of_heads(data: bytes) -> int:
-    """Number of bytes of *data* that may belong to heads: to the end of the last one, or all."""
+    """Bytes of *data* that may belong to heads."""
     end = data.rfind(b"\r\n\r\n")
     return len(data) if end < 0 else end + 4
 
 
 def _is_whole(data: bytes) -> bool:
-    """Whether a request ends in *data*, as far as one can tell without parsing it."""
+    """Guess, without parsing, whether a whole request is in *data*."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return False
@@ -319,7 +301,7 @@ def _is_whole(data: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _network_of(host: str) -> str:
-    """Network that an address stands for: itself; of IPv6, what one customer has."""
+    """The address; of IPv6 its /64, which one customer has."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)

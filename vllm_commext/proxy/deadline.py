@@ -1,4 +1,4 @@
-"""Bounds on waits, inside one task and with no task of their own, and the end of other tasks."""
+"""Bounds on waits, inside one task, and the end of other tasks."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ OnLost = set[Callable[[], None]]
 
 
 class EngineLostError(Exception):
-    """The engine that was waited for has not been reachable for too long."""
+    """The engine has not been reachable for too long."""
 
 
 class ClientStalledError(Exception):
@@ -17,11 +17,10 @@ class ClientStalledError(Exception):
 
 
 class LeftError(Exception):
-    """The engine that was waited for is to be left."""
+    """The engine is to be left."""
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel *tasks* and wait until all have ended."""
     ending = tuple(tasks)
     for task in ending:
         task.cancel()
@@ -29,8 +28,8 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class _Watch:
-    """A block that exceptions of several kinds may end, at times that change; `asyncio.timeout` has
-    one of each. *on_lost*, an engine's: who is called to end it with `EngineLostError`."""
+    """A block that exceptions of several kinds may end; `asyncio.timeout` has one. *on_lost*: the
+    engine's callbacks, which end it with `EngineLostError`."""
 
     def __init__(self, on_lost: OnLost) -> None:
         self._on_lost = on_lost
@@ -64,7 +63,6 @@ class _Watch:
         raise self._raised from error
 
     def _begin(self) -> None:
-        """Start the timer."""
         raise NotImplementedError
 
     def _lose(self) -> None:
@@ -112,11 +110,11 @@ class UploadWatch(_Watch):
 
 
 class StreamWatch(_Watch):
-    """The bounds on a stream's waits, by one timer for all of it.
+    """Bounds on a stream's waits, by one timer for all of it.
 
-    Call `reading` before each wait for the engine and `writing` before each wait for the
-    client; *since* is the loop's time of the last call. `TimeoutError`, `EngineLostError`,
-    `ClientStalledError` or `LeftError` ends the block.
+    Call `reading` before each wait for the engine and `writing` before each wait for the client;
+    *since* is the loop's time of that call. Raises `TimeoutError`, `EngineLostError`,
+    `ClientStalledError` or `LeftError`.
     """
 
     def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:

@@ -21,8 +21,6 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 @dataclass(frozen=True, order=True)
 class EngineEndpoint:
-    """One engine as a source names it."""
-
     role: str
     url: str
 
@@ -30,9 +28,8 @@ class EngineEndpoint:
 class Registry:
     """Keeps the pools as the sources want them.
 
-    An engine that no source names any more gets no new work and goes when its last request has
-    ended. One that changes its role is a new engine in its new role from that moment on, while
-    its old role ends in the same way. on_added, on_removed: told of each engine.
+    An engine that no source names gets no new work and goes when its last request has ended. One
+    that changes its role is a new engine at once, and its old role ends in the same way.
     """
 
     def __init__(self, pools: Mapping[str, EnginePool]) -> None:
@@ -48,11 +45,8 @@ class Registry:
         return list(dict.fromkeys(found))
 
     def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
-        """Let *source* name *places*, in this order, and no others any more.
-
-        Raises `ConfigError`, and changes nothing, if an engine would have two roles: it cannot
-        pull KV blocks from itself.
-        """
+        """Have *source* name exactly *places*. Raises `ConfigError`, and changes nothing, if an
+        engine would have two roles."""
         named = {**self._named, source: tuple(places)}
         if named == self._named:
             return
@@ -63,7 +57,7 @@ class Registry:
         self._reconcile()
 
     def drain(self, urls: frozenset[str]) -> None:
-        """The engines at *urls*, and no others, get no new work though they are named."""
+        """Give no new work to the engines at *urls*, and to them alone."""
         self._drained = urls
         self._reconcile()
         for engine in self.engines:
@@ -71,7 +65,6 @@ class Registry:
                 engine.empty()
 
     def sweep(self) -> None:
-        """Remove what is no longer named and has nothing left to do."""
         for engine in self.engines:
             if engine.leaving and engine.in_flight == 0:
                 for pool in self._pools.values():
@@ -105,11 +98,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_places(path: Path) -> list[EngineEndpoint]:
-    """The engines in a file ``{"prefill": [URL, ...], "decode": [URL, ...], "both": [URL, ...]}``,
-    of which any may be left out.
-
-    Raises `ConfigError` if it holds anything else.
-    """
+    """Read ``{"prefill": [URL, ...], "decode": [URL, ...], "both": [URL, ...]}``, each optional.
+    Raises `ConfigError`."""
     expected = f'{path}: expected {{"prefill": [URL, ...], "decode": [URL, ...]}}, or "both"'
     try:
         with path.open("rb") as file:
@@ -127,7 +117,7 @@ def read_places(path: Path) -> list[EngineEndpoint]:
 
 
 async def resolve(name: EngineEndpoint) -> list[EngineEndpoint]:
-    """Every address of a name, as an engine. Raises `OSError` if it cannot be resolved."""
+    """Every address of a name, as an engine. Raises `OSError`."""
     parts = urlsplit(name.url.removeprefix(DNS_SCHEME))
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
@@ -140,9 +130,8 @@ async def resolve(name: EngineEndpoint) -> list[EngineEndpoint]:
 
 
 class Sources:
-    """Reads the file and resolves the names, again and again, each a source of its own. One that
-    fails is left as it was, with a line in the log: engines that still serve are worth more than a
-    name server, and a name that stands for no engine any more holds up no other."""
+    """Reads the file and resolves the names, again and again. A source that fails is left as it
+    was, with a line in the log: engines that still serve are worth more than a name server."""
 
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         self._config = config
@@ -155,7 +144,6 @@ class Sources:
         registry.name(COMMAND_LINE, (place for place in given if place not in self._names))
 
     async def look(self) -> None:
-        """Ask each source once."""
         if self._config.engines_file:
             path = Path(self._config.engines_file)
             await self._name(FILE, asyncio.to_thread(read_places, path))
@@ -163,7 +151,6 @@ class Sources:
             await self._name(f"{name.role} {name.url}", resolve(name))
 
     async def watch(self) -> None:
-        """Ask them again and again, and remove engines that have ended their work."""
         while True:
             await asyncio.sleep(self._config.health_interval_seconds)
             await self.look()

@@ -1,6 +1,4 @@
-"""What engines work on as a proxy knows it, and what that tells of their speed. Pure: every time is
-an argument.
-"""
+"""Engines' work as a proxy knows it, and their speed. Pure: every time is an argument."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,13 +7,11 @@ from heapq import heappush, heappushpop
 from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
 
 RECENT_SECONDS = 10.0
-"""An engine's recent time is about so long, of that in which it has had something to do: load that
-comes back after a pause is foreseen from its first request on."""
+"""Length of an engine's recent time, idle time left out."""
 OUTLOOK_SECONDS = 0.05
-"""What is foreseen of an engine by its recent time is at most so old."""
+"""Age at which an outlook is made again."""
 PATIENCE = 4.0
-"""A prompt that waits is overtaken by shorter ones for so many times as long as it takes itself,
-and by those that can be in time for as many times the limit."""
+"""A waiting prompt is overtaken for so many times its own length, or so many limits."""
 IN_TIME = 0.95
 """Share of a limit that a prompt is planned to be computed in."""
 MIN_CLEAN_TOKENS = 16
@@ -24,8 +20,6 @@ SAME_STEP_SECONDS = 0.004
 
 
 class Job:
-    """A prompt that an engine computes."""
-
     __slots__ = (
         *("asked", "held", "is_idle", "is_kept", "is_seen", "load", "new", "seconds"),
         "until",
@@ -39,17 +33,14 @@ class Job:
         self.until = now + load.backlog(now) + self.seconds
 
     def end(self, now: float, is_done: bool = True) -> None:
-        """The prompt is computed, or nobody waits for it any more."""
         if self in self.load.jobs:
             self.load.end_job(self, now, is_done)
 
     def keep(self) -> None:
-        """It is computed, and its KV cache waits for a reader."""
         self.is_kept = True
         self.load.unread += self.new + self.held
 
     def read(self) -> None:
-        """Nobody will read its KV cache from now on."""
         if self.is_kept:
             self.is_kept = False
             self.load.unread -= self.new + self.held
@@ -76,11 +67,9 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Seconds to each token after the first so far, as a mean."""
         return (self.last_at - self.first_at) / max(self.tokens - 1, 1)
 
     def begin(self, now: float) -> None:
-        """Its first token is there."""
         load = self.load
         load.learn_steps(now)
         load.look(now)
@@ -91,7 +80,6 @@ class Answer:
         load.coming -= self.context
 
     def go_on(self, tokens: int, now: float) -> None:
-        """There are *tokens* more of it."""
         load, since = self.load, self.last_at
         self.last_at = now
         if self.is_loading:
@@ -106,7 +94,6 @@ class Answer:
             load.clean_seconds += now - since
 
     def end(self, now: float, is_whole: bool = True) -> None:
-        """It has ended, or nobody waits for it any more."""
         load = self.load
         if self not in load.answers:
             return
@@ -128,8 +115,6 @@ class Answer:
 
 
 class Waiting:
-    """A prompt that waits to be sent since a time, and will take some seconds."""
-
     __slots__ = ("due", "seconds", "since")
 
     def __init__(self, since: float, seconds: float) -> None:
@@ -138,7 +123,7 @@ class Waiting:
 
 
 def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
-    """Which is sent to an engine that is free, for the most to begin within *limit*, 0 for none."""
+    """Choose the next prompt, so that the most begin within *limit* (0: none)."""
     if not limit:
         return min(waiting, key=lambda one: one.due)
     for one in waiting:
@@ -152,9 +137,8 @@ def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
 
 
 def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:
-    """The most that can be computed within *limit*, in order, by an engine that is free at a
-    time: seconds of each, 0 for the longest, which are put off. And the idx of that which is put
-    off for the last one, -1 for none."""
+    """Seconds of each prompt that can be computed within *limit*, in order, 0 for the longest,
+    which are put off; and the idx of the one put off for the last, or -1."""
     kept = [one.seconds for one in waiting]
     longest: list[tuple[float, int]] = []
     end, margin, put_off = now, IN_TIME * limit, -1
@@ -171,50 +155,44 @@ def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[
 
 
 class EngineLoad:
-    """One engine's work as the proxy knows it, and its speed."""
-
     def __init__(self, shared: Speeds) -> None:
         self.shared = shared
         self.speed = EngineSpeed(shared)
         self.jobs: dict[Job, None] = {}
         self.answers: dict[Answer, None] = {}
         self.waiting: dict[Waiting, None] = {}
-        """Changed by `wait` and `leave`."""
         self._waiting_seconds: float | None = 0.0
         self.on_done: Callable[[], None] = lambda: None
-        """Called when the engine has one prompt less."""
         self.num_begun = 0
         self.context = 0
-        """Tokens before the answers that have begun, and of these."""
+        """Tokens of the answers that have begun, prompts included."""
         self.coming = 0
-        """Tokens before those that have not."""
+        """Prompt tokens of those that have not."""
         self.unread = 0
         """Tokens of prompts whose KV cache waits for a reader."""
         self.cache_tokens = 0.0
-        """Tokens that its KV cache has room for, 0 where that is not known."""
+        """Size of its KV cache in tokens, 0 if unknown."""
         self._num_steps = self._others = 0.0
         self.clean_since = 0.0
         self.clean_tokens = 0
         self.clean_seconds = 0.0
         self.queued = 0.0
-        """Seconds that its prompts take, that which it computes included."""
+        """Seconds of all its prompts."""
         self._last_done = 0.0
         self._together: list[float] = []
         self.share = 0.0
-        """Of its recent time, in which it has computed prompts."""
+        """Share of its recent time spent on prompts."""
         self.mean_answers = 0.0
         self.mean_context = 0.0
         self._looked_at = 0.0
         self._known = 0.0
-        """Share of its recent time that it has been seen for: means are over that alone."""
+        """Share of its recent time that was observed."""
         self.outlook = 0.0, 0.0
-        """Seconds of its work, and to each token of its answers by its recent time, both with those
-        until its KV cache has room at all. It holds before a time; then `look_ahead` makes it."""
+        """Seconds of its work, and to each token, both with the wait for room in its KV cache."""
         self.outlook_until = 0.0
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
-        """The engine is asked to compute *new_tokens* of a prompt behind *held_tokens*. is_seen:
-        whoever asks sees when it has."""
+        """Note a prompt. is_seen: the caller sees when it is computed."""
         self.learn_steps(now)
         self.look(now)
         job = Job(self, new_tokens, held_tokens, now, is_seen)
@@ -224,17 +202,14 @@ class EngineLoad:
         return job
 
     def wait(self, prompt: Waiting) -> None:
-        """A prompt waits to be sent to the engine."""
         self.waiting[prompt], self._waiting_seconds = None, None
 
     def leave(self, prompt: Waiting) -> None:
-        """It does not any more."""
         del self.waiting[prompt]
         self._waiting_seconds = None
 
     @property
     def waiting_seconds(self) -> float:
-        """Seconds that all take which wait."""
         if self._waiting_seconds is None:
             self._waiting_seconds = sum([one.seconds for one in self.waiting])
         return self._waiting_seconds
@@ -242,14 +217,13 @@ class EngineLoad:
     def expect(
         self, context_tokens: int, max_tokens: int, due: float, is_loading: bool = False
     ) -> Answer:
-        """The engine is to answer from about *due* on. is_loading: another one's prompt."""
+        """Note an answer from about *due* on. is_loading: of another engine's prompt."""
         answer = Answer(self, context_tokens, max_tokens, due, is_loading)
         self.answers[answer] = None
         self.coming += context_tokens
         return answer
 
     def end_job(self, job: Job, now: float, is_done: bool) -> None:
-        """See `Job.end`."""
         self.look(now)
         is_first = next(iter(self.jobs)) is job
         del self.jobs[job]
@@ -263,8 +237,7 @@ class EngineLoad:
         self.on_done()
 
     def _learn_prefill(self, job: Job, now: float) -> None:
-        """The time since the one before it was done is its own; of several that end together, it is
-        that of all."""
+        """Learn from the time since the prompt before it; of several that end together, as one."""
         seconds = now - max(job.asked, self._last_done)
         row = [job.new, area_of(job.new, job.held), float(job.is_idle), seconds]
         if self._together and seconds > SAME_STEP_SECONDS:
@@ -276,13 +249,13 @@ class EngineLoad:
             self.speed.note_prefill(*self._together)
 
     def learn_second_token(self, gap: float) -> None:
-        """The second token came *gap* seconds after the first, which another engine computed."""
+        """Learn from the gap between a first token of another engine's and the second."""
         if self.speed.knows_steps:
             step = self.speed.step_seconds(self.num_begun, self.context)
             self.shared.second_token.add(max(0.0, gap - step))
 
     def learn_steps(self, now: float) -> None:
-        """What is running changes: learn from the gaps until now."""
+        """Learn from the gaps until now, before what runs changes."""
         tokens, seconds = self.clean_tokens, self.clean_seconds
         if tokens >= MIN_CLEAN_TOKENS or (tokens and not self.speed.knows_steps):
             self.speed.note_steps(self.num_begun, self.context, seconds / tokens)
@@ -291,7 +264,7 @@ class EngineLoad:
             self.clean_since = now
 
     def backlog(self, now: float) -> float:
-        """Seconds until the prompts that it has been asked for are computed."""
+        """Seconds until all its prompts are computed."""
         while self.jobs:
             first = next(iter(self.jobs))
             began = max(first.asked, self._last_done)
@@ -304,8 +277,7 @@ class EngineLoad:
         return 0.0
 
     def wait_seconds(self, seconds: float, now: float) -> tuple[float, int]:
-        """Seconds until a prompt that takes so long is begun, and how many that wait will be late
-        by it."""
+        """Seconds until a prompt of *seconds* begins, and how many that wait will be late by it."""
         wait = self.backlog(now)
         if not self.waiting:
             return wait, 0
@@ -319,10 +291,11 @@ class EngineLoad:
         return wait + sum(kept) - seconds, int(put_off >= 0)
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
-        """Of its KV cache, which has room for *tokens*, it says that so many are in use: more than
-        is known here by others' requests, less where prompts share their beginnings. Whether those
-        that are coming are among them cannot be told. An engine says it anew by each step, so that
-        one that has taken no more of them answers nobody: what it said may be long past."""
+        """Learn the size and use of its KV cache.
+
+        Others' requests make it more than is known here, shared beginnings less; which coming ones
+        it counts is unknown. After the same number of steps the value is stale.
+        """
         self.cache_tokens = tokens
         if num_steps == self._num_steps:
             self._others = min(0.0, self._others)
@@ -333,8 +306,8 @@ class EngineLoad:
         self._others = max(0.0, used - perhaps) + min(0.0, used - surely)
 
     def room_seconds(self, tokens: float, pace: float) -> float:
-        """Seconds until *tokens* more fit its KV cache, where each token of an answer takes *pace*
-        seconds: answers leave it when they end, prompts of others' answers when they are read."""
+        """Seconds until *tokens* more fit its KV cache: answers leave it when they end, at *pace*
+        seconds a token, and prompts for other engines when they are read."""
         if not self.cache_tokens:
             return 0.0
         used = self._others + self.context + self.coming + self.unread
@@ -349,14 +322,12 @@ class EngineLoad:
         return lacking / min(used, self.cache_tokens) * stays / used
 
     def pace(self, step: float) -> float:
-        """Seconds to each token of an answer, where a step takes *step* seconds, and prompts as
-        much of the time as of late."""
+        """Seconds a token with steps of *step* seconds and the recent share of prompts."""
         left = 1.0 - self.share
         return step / (left if left > 0.05 else 0.05)
 
     def look_ahead(self, now: float) -> None:
-        """Make the outlook: it holds until a prompt or an answer has come or gone, and no longer
-        than `OUTLOOK_SECONDS`."""
+        """Make the outlook, for `OUTLOOK_SECONDS` or until its work changes."""
         self.look(now)
         step = self.speed.step_seconds(self.mean_answers, self.mean_context)
         pace = self.pace(step)
@@ -365,7 +336,7 @@ class EngineLoad:
         self.outlook_until = now + OUTLOOK_SECONDS
 
     def look(self, now: float) -> None:
-        """Bring what is known of its recent time up to now, before something changes."""
+        """Bring the recent means up to now, before something changes."""
         self.outlook_until = 0.0
         past = now - self._looked_at
         if past > 0.0:

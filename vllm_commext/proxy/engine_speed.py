@@ -1,6 +1,4 @@
-"""How fast engines compute, as a proxy sees it: learned from the times of first tokens and of the
-pieces after them. Pure: every time is an argument.
-"""
+"""Engines' speed, learned from the times of tokens. Pure: every time is an argument."""
 
 import math
 from itertools import accumulate
@@ -9,20 +7,19 @@ from vllm_commext.limits import Limits
 
 NO_LIMITS = Limits()
 FORGETTING = 0.97
-"""What a sample still counts for after one more: about the last 30 decide."""
+"""Weight of a sample after one more: about the last 30 decide."""
 _SWEEPS = 12
 MAX_RATIO = 3.0
-"""A time this many times as long as expected, and any beyond, counts for as much."""
+"""A time above so many times the expected one counts as that many."""
 _KNOWN_SAMPLES = 8
 Features = tuple[float, float, float]
 
 
 class LeastSquares:
-    """Coefficients, none below zero, of a linear model of three features whose older samples count
-    for less.
+    """Non-negative linear model of three features that forgets older samples.
 
-    Normal equations are kept, so that a sample and a solution take a fixed time. base: the model
-    of all engines, which speaks where this one has seen little.
+    Keeps normal equations, so that each operation takes a fixed time. base: the model of all
+    engines, used while this one has few samples.
     """
 
     def __init__(self, base: "LeastSquares | None" = None) -> None:
@@ -31,10 +28,8 @@ class LeastSquares:
         self._base = base
         self.num_samples = 0.0
         self.solution: Features | None = None
-        """The coefficients, None where they are to be worked out."""
 
     def add(self, features: Features, value: float, weight: float = 1.0) -> None:
-        """Learn that *features* took *value*; its *weight* beside others' is 1 / variance."""
         if self.num_samples > _KNOWN_SAMPLES:
             expected = self.predict(features)
             if expected > 0.0:
@@ -53,17 +48,14 @@ class LeastSquares:
 
     @property
     def is_known(self) -> bool:
-        """Whether there was any sample, of this engine or another one."""
         return self.num_samples > 0.0 or (self._base is not None and self._base.is_known)
 
     def predict(self, features: Features) -> float:
-        """The value for *features*, 0 where nothing is known."""
         (x, y, z), (a, b, c) = self.solution or self.solved(), features
         return x * a + y * b + z * c
 
     def solved(self) -> Features:
-        """The coefficients, anew: the minimum by coordinate descent, the features that come last
-        beginning from zero."""
+        """Solve by coordinate descent, the last features from zero."""
         sums = self._sums
         if self._base is not None and self.num_samples <= _KNOWN_SAMPLES:
             sums = self._base._sums
@@ -91,17 +83,16 @@ _NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
 bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
 """Of each length of an answer, the idx of its share among those that are longer."""
 _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
-"""What an answer counts for in bins beside its own: one to come may be a third longer or shorter.
-Where all are alike, slack would else be spent to the last token, and the next prompt have none."""
+"""Weights of the neighbouring bins: a length may be a third more or less."""
 
 
 class Lengths:
-    """How many tokens answers have, by the recent ones. mean: 1 where none is known."""
+    """Distribution of answers' tokens, by recent ones. mean: 1 where none is known."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BINS
         self._weight = 1.0
-        """Of the latest answer: it grows in place of the older ones' becoming less."""
+        """Of the latest answer. It grows instead of decaying older samples."""
         self._num_samples = 0.0
         self._sum = 0.0
         self._sums = [0.0]
@@ -110,7 +101,6 @@ class Lengths:
         self.mean = 1.0
 
     def add(self, tokens: int) -> None:
-        """An answer has ended after *tokens*."""
         self._weight /= _LENGTH_FORGETTING
         middle = bins[min(tokens, MOST_BINNED - 1)]
         del self._sums[_NUM_BINS - min(middle + max(_SPREAD), _NUM_BINS - 1) :]
@@ -126,8 +116,7 @@ class Lengths:
         self.mean = self._sum / self._num_samples
 
     def ended(self, needed: float, had: int, most: int) -> float:
-        """Share of answers of *had* tokens so far, and *most* at most, that end before they have
-        those *needed*; of the bins of both, half counts."""
+        """Share of answers of *had* tokens so far, and *most* at most, that end before *needed*."""
         if needed <= had:
             return 0.0
         if needed > most or needed >= MOST_BINNED:
@@ -142,8 +131,7 @@ class Lengths:
 
 
 class Speeds:
-    """What engines have in common: the model of all of them, the lengths of answers, and the
-    operator's limits."""
+    """What engines share: models, lengths of answers, and the limits."""
 
     def __init__(self, limits: Limits = NO_LIMITS) -> None:
         self.limits = limits
@@ -151,14 +139,12 @@ class Speeds:
         self.steps = LeastSquares()
         self.lengths = Lengths()
         self.handover = Mean()
-        """Seconds by which a first token is later where another engine has computed the prompt."""
+        """Delay of the first token by a hand-over, in seconds."""
         self.second_token = Mean()
-        """Seconds by which the second token is later there than any other one."""
+        """Additional delay of the second token there, in seconds."""
 
 
 class Mean:
-    """Mean of recent values, 0 where there is none yet."""
-
     def __init__(self) -> None:
         self.value = 0.0
         self._weight = 0.0
@@ -169,44 +155,36 @@ class Mean:
 
 
 class EngineSpeed:
-    """One engine's speed."""
-
     def __init__(self, shared: Speeds) -> None:
         self._prefill = LeastSquares(shared.prefill)
         self._steps = LeastSquares(shared.steps)
 
     @property
     def is_known(self) -> bool:
-        """Whether anything has been learned of prompts. Steps are seen only while an engine
-        computes none, which one that is flooded from the start never does."""
         return self._prefill.is_known
 
     @property
     def knows_steps(self) -> bool:
-        """Whether anything has been learned of steps; until then they seem to take no time."""
         return self._steps.is_known
 
     def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
-        """Time to compute *new_tokens* of a prompt behind *held_tokens* that need not be."""
         each, area, idle = self._prefill.solution or self._prefill.solved()
         took = each * new_tokens / 1000.0 + area * area_of(new_tokens, held_tokens)
         return took + idle if is_idle else took
 
     def note_prefill(self, new: float, area: float, num_idle: float, seconds: float) -> None:
-        """Prompts of *new* tokens in all took so long. area: see `area_of`."""
+        """Learn from prompts of *new* tokens in all, with `area_of` *area*."""
         weight = 1.0 / (new + 512.0) ** 2 * 1e6
         self._prefill.add((new / 1000.0, area, num_idle), seconds, weight)
 
     def step_seconds(self, answers: float, context_tokens: float) -> float:
-        """Time of one step with so many running answers, and tokens before theirs."""
         alone, each, context = self._steps.solution or self._steps.solved()
         return alone + each * answers / 16.0 + context * context_tokens / 65536.0
 
     def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:
-        """A step took *seconds*, as `step_seconds` has it."""
         self._steps.add((1.0, answers / 16.0, context_tokens / 65536.0), seconds)
 
 
 def area_of(new_tokens: float, held_tokens: float) -> float:
-    """What attention costs: tokens times the tokens before them, in millions."""
+    """Cost of attention: millions of pairs of tokens."""
     return new_tokens * (held_tokens + new_tokens / 2.0) / 1e6

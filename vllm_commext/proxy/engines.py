@@ -1,4 +1,4 @@
-"""The engines of one role: what they can, which may take work, and which takes the next request."""
+"""The engines of one role: their capabilities, state, and which takes the next request."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,6 @@ ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
 MAX_PLACES = 16
-"""Side channels that are named for one request."""
 SideChannelFields = Mapping[str, str | int]
 INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
@@ -36,8 +35,8 @@ _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "rele
 
 @dataclass(frozen=True)
 class SideChannel:
-    """Where an engine is asked for prompts and blocks, and what proves to other engines that it is
-    there, "" where they share no secret."""
+    """Address of an engine's side channel. seal: its proof for other engines, "" without a
+    secret."""
 
     host: str
     port: int
@@ -46,15 +45,8 @@ class SideChannel:
 
 @dataclass(frozen=True)
 class Rank:
-    """One data-parallel rank of an engine.
-
-    Attributes:
-        number: the rank, as vLLM writes it.
-        channel: its side channel.
-        streams: its prompts are read, and it reads others', while they are computed.
-        reuse: its blocks are on offer.
-        releases: it knows prefills by keys, under which they are released.
-    """
+    """One data-parallel rank. streams: chunk by chunk, both ways. reuse: it offers blocks.
+    releases: it knows prefills by keys."""
 
     number: str
     channel: SideChannel
@@ -65,8 +57,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of an engine's ranks, as its metrics page tells; is_known: it was asked.
-    caches: what one request has had computed is there for the next one with the same prefix."""
+    """Read from an engine's metrics page. is_known: it was read. caches: prefixes are cached."""
 
     ranks: tuple[Rank, ...] = ()
     is_known: bool = False
@@ -74,17 +65,14 @@ class Capabilities:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether each rank reads prompts while they are computed."""
         return bool(self.ranks) and all(rank.streams for rank in self.ranks)
 
     @cached_property
     def key_ranks(self) -> tuple[str, ...]:
-        """The ranks at which prefills are known by keys."""
         return tuple(rank.number for rank in self.ranks if rank.releases)
 
     @cached_property
     def offers(self) -> tuple[SideChannelFields, ...]:
-        """The side channels that tell which blocks are on offer."""
         return tuple(asdict(rank.channel) for rank in self.ranks if rank.reuse)
 
 
@@ -92,7 +80,6 @@ UNKNOWN = Capabilities()
 
 
 def _samples(page: str, name: str) -> list[Sample]:
-    """Those of one metric on a page."""
     lines = [f"{line}\n" for line in page.splitlines() if line.startswith(name + "{")]
     families = text_string_to_metric_families("".join(lines))
     return [sample for family in families for sample in family.samples]
@@ -120,9 +107,8 @@ def read_capabilities(page: str) -> Capabilities:
 
 
 def read_cache(page: str) -> tuple[float, float, float] | None:
-    """Tokens that the KV cache of a metrics page's engine has room for, how many are in use, those
-    kept for readers included, and how many steps it has taken (where it does not count them, what
-    is in use again); None where it does not say what is in use. Raises `ValueError`."""
+    """Tokens of room in a KV cache, tokens in use, and steps so far (or the use again); None where
+    the page does not say. Raises `ValueError`."""
     names = (CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
     found = {name: _samples(page, name) for name in names}
     if not (found[CACHE_METRIC] and found[CACHE_USE_METRIC]):
@@ -140,18 +126,11 @@ def read_cache(page: str) -> tuple[float, float, float] | None:
 
 @dataclass(eq=False)
 class Engine:
-    """One vLLM server. Unhealthy until a check has passed.
+    """One vLLM server, unhealthy until a check has passed.
 
-    in_flight, tokens: requests of this proxy that the engine works on now, and what they weigh.
-    suspected: a request lost its connection since the last check; others are asked first.
-    draining: it gets no new work; what runs goes on. drains_itself: the same, since it says so
-    itself; until a check passes. leaving: it is to go when nothing runs.
-    detail: the last reason why it is unhealthy, for people. on_lost: called when the engine has
-    not been reachable for so long that nobody should wait for it any more. on_drain: called,
-    perhaps again, when it gets no new work though it is well. memory: what it was
-    asked last, forgotten when it becomes unhealthy, and so are its capabilities. num_waiting:
-    decode engines' answers that wait for what it computes. load: what requests are placed by.
-    turns: prompts that wait for it here. candidate: itself, for a placement.
+    in_flight, tokens: requests of this proxy there, and their weight. suspected: a request lost its
+    connection since the last check. draining, drains_itself: no new work. leaving: it goes when
+    nothing runs. on_lost, on_drain: callbacks. num_waiting: answers that wait for its prompts.
     """
 
     role: str
@@ -185,19 +164,16 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """Whether it may be given new work."""
         return self.healthy and not self.draining and not self.drains_itself
 
     def passed_check(self, rise: int) -> None:
-        """Note a passed check; *rise* of them in a row make the engine healthy."""
         self.num_failed, self.suspected, self.drains_itself = 0, False, False
         self.num_passed = min(self.num_passed + 1, rise)
         if self.num_passed >= rise:
             self.healthy, self.detail = True, "ok"
 
     def failed_check(self, fall: int, detail: str) -> None:
-        """Note a failed check; *fall* of them in a row make the engine unhealthy, and one alone
-        if a request has lost its connection before."""
+        """Count a failed check; one is enough after a lost connection."""
         self.num_passed = 0
         self.num_failed = min(self.num_failed + 1, fall)
         if self.num_failed >= fall or self.suspected:
@@ -207,19 +183,18 @@ class Engine:
             self._forget()
 
     def suspect(self) -> None:
-        """A request lost its connection: have the engine checked now, and ask others first."""
+        """Have the engine checked now, and others asked first."""
         self.suspected = True
         if self.on_suspect is not None:
             self.on_suspect()
 
     def refuse(self, detail: str) -> None:
-        """Send none to an engine that nobody can connect to, until a check passes again."""
+        """Give no work to an engine that refuses connections, until a check passes."""
         self.healthy, self.detail, self.num_passed = False, detail, 0
         self._forget()
         self.suspect()
 
     def note_drain(self) -> None:
-        """Note that the engine drains: it is well, and takes no new work."""
         if not self.drains_itself:
             self.drains_itself = True
             logger.info("%s (%s) drains", self.name, self.url)
@@ -227,11 +202,9 @@ class Engine:
 
     @property
     def is_emptied(self) -> bool:
-        """Whether its streams are to go on at other engines."""
         return self.drains_itself or (self.draining and not self.leaving)
 
     def empty(self) -> None:
-        """Have its streams go on at other engines, where they can."""
         for called in tuple(self.on_drain):
             called()
 
@@ -241,17 +214,15 @@ class Engine:
         self.capabilities = UNKNOWN
 
     def learn_again(self) -> None:
-        """Have the next check read again what the engine can; until then it can what it could."""
+        """Have the next check read the metrics page again."""
         self.capabilities = replace(self.capabilities, is_known=False)
 
     def lose(self) -> None:
-        """Let go whoever waits for an answer."""
         for called in tuple(self.on_lost):
             called()
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:
-        """Count a request of *tokens* in, and out again."""
         weight = REQUEST_TOKENS + tokens
         self.in_flight += 1
         self.tokens += weight
@@ -275,10 +246,7 @@ class Engine:
 
 
 class EnginePool:
-    """All engines of one role, in the order in which they came.
-
-    affinity_tokens: about how many tokens of prompts an engine is taken to hold; 0: of none.
-    """
+    """All engines of one role, in the order in which they came."""
 
     def __init__(
         self,
@@ -293,13 +261,11 @@ class EnginePool:
         self.engines: tuple[Engine, ...] = ()
         self.members: frozenset[Engine] = frozenset()
         self.has_both = False
-        """Whether one of them takes either step."""
         self._next_idx = 0
         for url in urls:
             self.add(url)
 
     def add(self, url: str, role: str = "") -> Engine:
-        """A new engine, of this pool's role or both, under the lowest number that is free."""
         role = role or self.role
         taken = {engine.idx for engine in self.engines if engine.role == role}
         idx = next(idx for idx in range(len(taken) + 1) if idx not in taken)
@@ -309,7 +275,7 @@ class EnginePool:
         return engine
 
     def join(self, engine: Engine) -> None:
-        """Have an engine of both roles, which is in the other pool already."""
+        """Add an engine of both roles, which is in the other pool already."""
         self._set((*self.engines, engine))
 
     def remove(self, engine: Engine) -> None:
@@ -331,14 +297,12 @@ class EnginePool:
         return sum(engine.usable for engine in self.engines)
 
     def pick(self, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX) -> Engine | None:
-        """The engine alone that `choose` finds."""
         chosen = self.choose(exclude, prefix)
         return chosen[0] if chosen else None
 
     def choose(self, exclude: Collection[Engine], prefix: Prefix) -> tuple[Engine, int] | None:
-        """The usable engine that is soonest through, by the tokens that it has under way and
-        those of the prompt that it does not hold: round robin among equals. One under suspicion
-        comes after all others. And how many tokens of the prompt it is taken to hold."""
+        """Choose by tokens under way less those it holds of the prompt, round robin among equals,
+        suspects last. Also returns the tokens it holds."""
         count = len(self.engines)
         in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
         candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
@@ -359,7 +323,7 @@ class EnginePool:
 
 
 def places_of(engines: Iterable[Engine], prefix: Prefix) -> list[SideChannelFields]:
-    """Side channels of the engines that may hold the prompt's beginning, who holds most first."""
+    """Side channels of engines that may hold the prompt's beginning, most first."""
     held = [(one.memory.held_tokens(prefix), one) for one in engines if one.healthy]
     held.sort(key=lambda pair: -pair[0])
     places = [place for tokens, one in held if tokens > 0 for place in one.capabilities.offers]

@@ -1,4 +1,4 @@
-"""Background polling of every engine's /health."""
+"""Checks of every engine's /health."""
 
 import asyncio
 import logging
@@ -21,19 +21,16 @@ _MIN_INTERVAL_SECONDS = 0.05
 
 
 class _LackError(Exception):
-    """The proxy could not ask."""
+    """The proxy lacks descriptors or memory to ask."""
 
 
 class HealthMonitor:
-    """Keeps `Engine.healthy` true to what the engines say of themselves."""
-
     def __init__(
         self,
         session: aiohttp.ClientSession,
         config: ProxyConfig,
         reads_cache: Callable[[], bool] = lambda: False,
     ) -> None:
-        """reads_cache: whether engines are asked after each check how full their KV cache is."""
         self._reads_cache = reads_cache
         self._session = session
         self._config = config
@@ -56,13 +53,11 @@ class HealthMonitor:
             await end_tasks(watches)
 
     def watch(self, engine: Engine) -> None:
-        """Check *engine* from now on."""
         woken = asyncio.Event()
         engine.on_suspect = woken.set
         self._watches[engine] = asyncio.create_task(self._watch(engine, woken))
 
     def forget(self, engine: Engine) -> None:
-        """Check *engine* no more."""
         engine.on_suspect = None
         self._watches.pop(engine).cancel()
 
@@ -88,7 +83,7 @@ class HealthMonitor:
                 engine.lose()
 
     async def _check(self, engine: Engine) -> bool:
-        """Whether *engine* answered, well or not."""
+        """Check once; True if *engine* answered, well or not."""
         was_healthy = engine.healthy
         try:
             status, drains, failure = await self._ask(engine)
@@ -112,8 +107,8 @@ class HealthMonitor:
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
-        """Ask an engine's metrics page what it can, once in its life, and what its KV cache holds,
-        where that is wanted."""
+        """Read an engine's capabilities once, and the use of its KV cache, from its metrics
+        page."""
         is_known, reads_cache = engine.capabilities.is_known, self._reads_cache()
         if is_known and not reads_cache:
             return
@@ -143,8 +138,7 @@ class HealthMonitor:
             )
 
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
-        """The status of /health if there was one, whether the engine says that it drains, and
-        what is wrong with it if anything is."""
+        """Status of /health, whether the engine drains, and the failure, if any."""
         try:
             async with self._session.get(
                 f"{engine.url}/health", timeout=self._timeout, allow_redirects=False

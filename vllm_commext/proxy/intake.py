@@ -1,4 +1,4 @@
-"""Reading a client's request body: bounded in time, in bytes, and in what all bodies take."""
+"""Reading a request's body: bounded in time, in bytes, and in the bytes of all bodies."""
 
 import asyncio
 import time
@@ -14,16 +14,13 @@ from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 SMALL_BODY_BYTES = MIB
 _FOR_SMALL_BODIES = 8
-"""One part of so many of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
+"""One such part of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
 _STEP_SECONDS = 0.002
 
 
 class BodyBudget:
-    """The bytes of request bodies that the proxy holds at a time, at most *max_bytes*.
-
-    turns: held while a step of taking a large body apart is done, and for as long after it, so
-    that however many come, others have half of the processor.
-    """
+    """Bytes of request bodies held at a time. turns: held while a large body is parsed, and as long
+    after, so that others have half of the processor."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -31,8 +28,7 @@ class BodyBudget:
         self.turns = asyncio.Lock()
 
     def take(self, num_bytes: int, body_bytes: int) -> None:
-        """Take *num_bytes* that have come of a body of at least *body_bytes*. Raises `ProxyError`
-        503 if that is more than is left."""
+        """Raises `ProxyError` 503 if *num_bytes* more are too many."""
         is_small = body_bytes <= SMALL_BODY_BYTES
         most = self._max_bytes - (0 if is_small else self._max_bytes // _FOR_SMALL_BODIES)
         if self.held_bytes + num_bytes > most:
@@ -45,7 +41,7 @@ class BodyBudget:
 
 
 class Intake:
-    """One request's body, and its share of the budget until `release` or the block's end."""
+    """One request's body, and its share of the budget until `release`."""
 
     def __init__(self, budget: BodyBudget, config: ProxyConfig) -> None:
         self._budget = budget
@@ -65,8 +61,7 @@ class Intake:
         self.release()
 
     async def read(self, request: web.Request) -> None:
-        """Have in `body` the JSON that *request* carries, prompts and large values as `RawJson`.
-        Raises `ProxyError`."""
+        """Read and parse the body. Raises `ProxyError`."""
         if request.content_type != "application/json":
             raise ProxyError(
                 415,
@@ -113,7 +108,6 @@ class Intake:
         return raw
 
     async def _decoded(self, raw: bytes | bytearray) -> Any:
-        """Decode *raw*; other tasks run between steps of taking a large one apart."""
         taking_apart = members_of(raw)
         try:
             if len(raw) <= LARGE_BODY_BYTES:

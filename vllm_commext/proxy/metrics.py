@@ -19,8 +19,6 @@ _PAGE_SHARE = 4
 
 
 class ProxyMetrics:
-    """One registry a proxy, so that two proxies in one process do not share counts."""
-
     def __init__(self, pools: Iterable[EnginePool]) -> None:
         self._pools = tuple(pools)
         self._page, self._page_until = b"", 0.0
@@ -158,7 +156,6 @@ class ProxyMetrics:
         return self._page
 
     def note_ended(self, endpoint: str, outcome: str, side: str) -> None:
-        """Count a request that has ended."""
         self.requests.labels(endpoint, outcome, side).inc()
         self._page_until = 0.0
 

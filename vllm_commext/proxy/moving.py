@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vllm_commext.proxy.attempts import Attempts
@@ -34,8 +34,6 @@ LOOK_SECONDS = 0.2
 
 
 class Steps(Protocol):
-    """A request's way to an engine."""
-
     async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None: ...
 
     async def second_step(
@@ -45,31 +43,23 @@ class Steps(Protocol):
     def release(self, attempts: Attempts, request_id: str) -> None: ...
 
 
+@dataclass(eq=False)
 class Mover:
-    """Has one stream leave its engine when that drains. It is tried once an engine.
+    """Has one stream leave its engine when that drains, once an engine.
 
-    stop: has the stream stop where `move` is to be called. turns: of `MAX_MOVES`.
+    stop: has the stream stop where `move` is called. turns: of `MAX_MOVES`.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        attempts: Attempts,
-        outcome: Outcome,
-        config: ProxyConfig,
-        metrics: ProxyMetrics,
-        turns: asyncio.Semaphore,
-    ) -> None:
-        self._steps = steps
-        self._attempts = attempts
-        self._outcome = outcome
-        self._config = config
-        self._metrics = metrics
-        self._turns = turns
-        self._engine: Engine | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._moved = asyncio.Event()
-        self.stop: Callable[[], None] = lambda: None
+    _steps: Steps
+    _attempts: Attempts
+    _outcome: Outcome
+    _config: ProxyConfig
+    _metrics: ProxyMetrics
+    _turns: asyncio.Semaphore
+    _engine: Engine | None = None
+    _task: asyncio.Task[None] | None = None
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: Callable[[], None] = lambda: None
 
     def watch(self, opened: Opened) -> None:
         """Leave the engine that answers once it drains."""
@@ -82,7 +72,7 @@ class Mover:
             self._begin()
 
     async def close(self) -> None:
-        """The engine is not left any more; what was prepared is released."""
+        """Stop watching, and release what was prepared."""
         self._forget()
         if self._task is not None:
             transcript = self._attempts.transcript
@@ -124,14 +114,13 @@ class Mover:
         self._note(result or Resume.FAILED)
 
     async def _until_another(self) -> None:
-        """Wait for an engine to go on at: where engines are replaced one after the other, the next
-        one drains as soon as the one before is back, which the next check alone tells."""
+        """Wait for a usable engine: one that was replaced is back after its next check."""
         while not self._attempts.has_other() and self._reason() is None:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _prepared(self) -> Resume | None:
-        """Have the prompt computed, unless another engine reads it from the old one; why the stream
-        stays all the same, or None."""
+        """Have the prompt computed, unless it is read from the old engine; why the stream stays, or
+        None."""
         attempts = self._attempts
         outcome = replace(self._outcome)  # so far the client's request is answered where it was
         attempts.num_resumed, attempts.prefilled_by = attempts.num_resumed + 1, None
@@ -147,7 +136,6 @@ class Mover:
         return Resume.FAILED if too_often else self._attempts.staying()
 
     def _changes(self) -> dict[str, Any]:
-        """Of the request's body, where another engine reads what the old one has of the stream."""
         old = self._attempts.opened
         places = self._attempts.places_at(old.engine) if old is not None else []
         if not places:
@@ -156,11 +144,11 @@ class Mover:
         return {"kv_transfer_params": {**params, "reuse_from": places}}
 
     def _may_begin_anew(self) -> bool:
-        """To begin anew takes about as long as it has taken so far."""
+        """Beginning again takes about as long as it has taken so far."""
         return self._outcome.seconds <= self._config.move_pause_seconds
 
     async def move(self) -> Opened:
-        """The rest of a stream that has stopped: another engine's, or else its own's."""
+        """Rest of a stopped stream: from another engine, or else from its own."""
         attempts, began = self._attempts, time.monotonic()
         old, transcript = attempts.opened, attempts.transcript
         assert old is not None  # it has been stopped
@@ -196,8 +184,8 @@ class Mover:
         logger.info(text, self._outcome.request_id, name, result.meaning)
 
     async def _repeated(self, opened: Opened, trial: Transcript) -> Resume | None:
-        """Read what another engine answers until it has repeated all that the client has; why the
-        stream cannot go on there, or None. What is read is added to `Opened.first`."""
+        """Read until the other engine has repeated what the client has; why it cannot go on, or
+        None."""
         unread, may_begin_anew = opened.first, self._may_begin_anew()
         while opened.cutter is not None:
             trial.pass_on(unread)
@@ -216,7 +204,6 @@ class Mover:
         return Resume.FAILED
 
     async def _read(self, opened: Opened) -> bytes:
-        """The next piece of another engine's answer. Raises `ProxyError`."""
         engine, seconds = opened.engine, self._config.decode_idle_timeout_seconds
         with failures_of(engine, seconds, self._attempts.losses), Deadline(seconds, engine.on_lost):
             return await opened.response.content.readany()

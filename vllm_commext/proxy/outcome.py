@@ -1,4 +1,4 @@
-"""What becomes of a request, and what can go wrong with it: one exception that knows the answer."""
+"""How a request ends, and what can go wrong with it."""
 
 import errno
 import json
@@ -18,31 +18,26 @@ STREAMED = "streamed"
 LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
 MAX_LOST = 2
-"""Engines that one request may lose in one step: it may be what ends them, so it is tried at no
-further one. One of each step may have been lost with their host."""
+"""Engines that one request may lose in one step, since it may be what ends them."""
 MIN_APART = 8
-"""Tokens between the places of an answer where two engines were lost that one request has not
-ended: it does the same at each, whether that goes on with the answer or begins it anew."""
+"""Tokens between two losses that count as different places of the answer."""
 
 
 @dataclass
 class Losses:
-    """The engines that one request has lost: their connections have broken, or they have died.
-
-    engines: of each its step and its name. place: tokens that the last had told of the answer.
-    """
+    """Engines that one request has lost. place: tokens of the answer at the last loss."""
 
     engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     place: int = 0
 
     def break_off(self, place: int) -> None:
-        """An engine has told so many tokens of the answer: forget those lost at another place."""
+        """Forget losses at another place of the answer."""
         if place and abs(place - self.place) >= MIN_APART:
             self.engines.clear()
         self.place = place
 
     def note(self, error: "ProxyError") -> "ProxyError":
-        """Note *error* of an engine that is lost; returns what it means for the request."""
+        """Note a lost engine; returns the error for the request."""
         self.engines.append((error.side, error.engine or ""))
         if sum(side == error.side for side, _ in self.engines) < MAX_LOST:
             return error
@@ -56,21 +51,17 @@ class Losses:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An engine's own answer, to be passed on as it is: ``headers`` are its type and what it lets
-    the pages of browsers do."""
+    """An engine's own answer, passed on as it is, with its type and CORS headers."""
 
     body: bytes
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
 
 class ProxyError(CommextError):
-    """A request ends here: HTTP *status*, a short *kind*, and the *side* at fault.
+    """Ends a request: HTTP *status*, a *kind* (a metric label), and the *side* at fault.
 
-    kind: one of a fixed set of words (it is a metric label). side: ``proxy``, ``prefill`` or
-    ``decode``. can_retry: another engine may be asked the same, since this one has done nothing
-    that a second attempt would repeat to the client's harm. can_restart: the request may be
-    served anew from its first step, since the engine has failed it and not refused it, and the
-    client has seen nothing.
+    can_retry: another engine may be asked the same. can_restart: the request may be served again
+    from its first step: the engine failed it, and the client has seen nothing.
     """
 
     def __init__(
@@ -95,7 +86,7 @@ class ProxyError(CommextError):
         self.answer = answer
 
     def in_a_stream(self) -> dict[str, Any]:
-        """Error object for an event of a stream that has begun: the engine's own, if it is one."""
+        """Error object for a stream that has begun: the engine's own, if it is one."""
         try:
             told = json.loads(self.answer.body) if self.answer else None
         except (ValueError, RecursionError):
@@ -103,7 +94,7 @@ class ProxyError(CommextError):
         return told if isinstance(told, dict) and "error" in told else self.as_json()
 
     def as_json(self) -> dict[str, Any]:
-        """The OpenAI error object, with the side and the engine added."""
+        """OpenAI's error object, with side and engine."""
         return {
             "error": {
                 "message": str(self),
@@ -117,20 +108,18 @@ class ProxyError(CommextError):
 
 
 def bad_request(message: str) -> ProxyError:
-    """Refusal of a client's request."""
     return ProxyError(400, "bad_request", message)
 
 
 class ClientGoneError(CommextError):
-    """The client closed its connection or takes no more bytes: nobody is left to answer."""
+    """The client closed its connection or takes no more bytes."""
 
 
 @dataclass
 class Outcome:
-    """Filled in while the request is served. kind, side: labels of the count. path: how it went,
-    one of `TWO_STEP`, `STREAMED` (both steps at once), `LOCAL_PREFILL` and `DIRECT`.
-    placement: for the client, where it was planned. first_token_seconds: None before it came.
-    is_answered: the client has its whole stream, whatever comes after."""
+    """Filled in while a request is served. kind, side: labels of the count. path: one of
+    `TWO_STEP`, `STREAMED`, `LOCAL_PREFILL`, `DIRECT`. is_answered: the client has its whole
+    stream."""
 
     request_id: str
     kind: str = "ok"
@@ -152,7 +141,6 @@ class Outcome:
         return time.monotonic() - self.began
 
     def headers(self) -> dict[str, str]:
-        """Headers that tell the client which engines answered."""
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
         told |= {"X-Commext-Decode": self.decode}
         has_prefill = self.path in (TWO_STEP, STREAMED)
@@ -162,7 +150,7 @@ class Outcome:
 
 
 def lack(error: BaseException | None) -> str:
-    """Resource that this host lacks, if that is why *error* came; "" if not."""
+    """Resource that this host lacks, if that caused *error*; "" if not."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _LACKS:
             return error.strerror or errno.errorcode[error.errno]

@@ -17,24 +17,21 @@ from vllm_commext.proxy.engine_load import EngineLoad
 from vllm_commext.proxy.engine_speed import Speeds
 
 MAX_SEEN = 20
-"""Answers that are looked at for a request; they stand for the others of their engines."""
+"""Answers looked at for a request; they stand for the others."""
 NOW_SHARE = 0.1
-"""What an engine's present answers count for beside its recent ones, where its next steps are
-foreseen: a peak is over before the answers of it are."""
+"""Weight of present answers beside recent ones: a peak is over before its answers are."""
 MAX_CANDIDATES = 2
-"""Engines looked at for each of both steps."""
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
 ROOM_WEIGHT = 1.0
-"""Missed limits that a second of waiting for room in a KV cache is worth: those that come later
-wait there, too."""
+"""Missed limits that a second of waiting for room in a KV cache is worth."""
 OTHERS_DELAY = 0.1
-"""What a second of other answers' delay counts for, beside one of the request's own."""
+"""Weight of other answers' delay beside the request's own."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An engine that may take a step, with what it holds of a prompt. key: the caller's own."""
+    """An engine that may take a step, and the tokens of the prompt it holds."""
 
     load: EngineLoad
     held_tokens: int = 0
@@ -43,8 +40,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Placement:
-    """Where one request goes, with what is expected of it, in seconds. prefill is decode where one
-    engine does both. misses: requests more than without it that are expected to miss a limit.
+    """Where a request goes, with expected seconds. misses: expected additional missed limits.
     is_late: the first token is expected after its limit."""
 
     prefill: Candidate
@@ -61,15 +57,13 @@ class Placement:
 
 BY_PROMPT, BY_ANSWER = 1, 2
 BY_BOTH = BY_PROMPT | BY_ANSWER
-"""What makes other answers of an engine late: that it computes a prompt, answers it, or both."""
+"""Causes of delay for an engine's other answers."""
 
 
 class _Costs:
-    """Of one engine: how many answers it gives, times until it is free, for the prompt, for a step,
-    one with one answer more, and one beside the prompts that it computes of late; until its KV
-    cache has room for the prompt, and for its answer, too; how many of the prompts that wait are
-    put off for it; and how many of its answers come late by what, as far as that has been
-    counted."""
+    """Expected seconds at one engine: backlog, prefill, step, a step with one answer more (slower),
+    the same with recent prompts (pace), and until there is room for the prompt and for the answer.
+    late: answers made late, by cause."""
 
     __slots__ = (
         *("backlog", "candidate", "late", "num_answers", "num_put_off", "pace", "prefill"),
@@ -99,18 +93,14 @@ class _Costs:
 
 
 _Option = tuple[float, int, _Costs, _Costs, float, float, float]
-"""A way that a request may take: what it costs in all, its idx, the engines of both steps, limits
-missed, seconds to the first token, and of those after it."""
+"""Total cost, idx, engines of both steps, misses, seconds to the first token, seconds after it."""
 
 
 class Planner:
-    """Places requests. shared: what engines have in common, for their loads too."""
-
     def __init__(self, limits: Limits) -> None:
         self.shared = Speeds(limits)
 
     def new_load(self) -> EngineLoad:
-        """Load of an engine that has just come."""
         return EngineLoad(self.shared)
 
     def place(
@@ -121,9 +111,8 @@ class Planner:
         prefill: Sequence[Candidate],
         decode: Sequence[Candidate],
     ) -> Placement | None:
-        """Best placement of a prompt of *tokens*; None without a decode engine, or before anything
-        has been learned of engines' speed. Engines that may do both are in both sequences, as the
-        same candidates."""
+        """Best placement of a prompt of *tokens*; None while nothing is known of engines' speed.
+        Engines for both steps are in both sequences, as the same candidates."""
         if not decode or not decode[0].load.speed.is_known:
             return None
         local, sources, targets = self._shortlisted(prefill, decode, now)
@@ -159,7 +148,7 @@ class Planner:
     def _shortlisted(
         self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
     ) -> tuple[Sequence[Candidate], Sequence[Candidate], Sequence[Candidate]]:
-        """Engines that might take both steps, the first and the second: those with least to do."""
+        """The engines with the least to do: for both steps, the first and the second."""
         limits = self.shared.limits
         if len(decode) <= MAX_CANDIDATES >= len(prefill):
             return decode, prefill if limits.tpot else (), decode if limits.tpot else ()
@@ -182,8 +171,7 @@ class Planner:
         targets: Sequence[_Costs],
         max_tokens: int,
     ) -> list[_Option]:
-        """What each way costs to compute the prompt and to answer, at one engine or at two; other
-        answers that come late by it left out."""
+        """All ways, without their effect on other answers."""
         shared = self.shared
         ways: list[tuple[_Costs, _Costs, float, float, float]] = []
         for one in local:
@@ -221,8 +209,8 @@ class Planner:
     def _late(
         self, at: _Costs, by: int, now: float, max_seen: int, most: float = math.inf
     ) -> float:
-        """How many answers *at* an engine will be late *by* what is new there, by *max_seen* of
-        them about; some more than *most* if these are more."""
+        """Answers *at* an engine that are late because of *by*, from *max_seen* of them; stops
+        above *most*."""
         if by in at.late:
             return at.late[by]
         load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
@@ -254,9 +242,8 @@ class Planner:
 def _outlooks(
     engines: Sequence[Candidate], now: float, patience: float
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """Of engines, the first of equals: that with the fewest seconds of work, less what it need not
-    compute; that with the fewest where answers count, too, and a second for *patience* of them; and
-    the two whose answers take the least time for each token."""
+    """The engine with the least work; the same with answers counted; and the two with the shortest
+    times per token."""
     soonest = idlest = engines[0]
     steadiest: list[Candidate] = []
     least = fewest = fast = slow = math.inf
@@ -285,8 +272,7 @@ def _outlooks(
 def _share_late(
     ended: Callable[[float, int, int], float], used: float, left: float, had: int, most: int
 ) -> float:
-    """Share of answers of *had* tokens so far that end late: *used* seconds are to be made up for,
-    and each token makes up for *left*, or adds to them."""
+    """Share of answers that end late, with *used* seconds to make up at *left* a token."""
     if left > 0.0:
         return ended(used / left, had, most)
     if used >= 0.0:

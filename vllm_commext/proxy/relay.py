@@ -1,4 +1,4 @@
-"""Passing a decode engine's response to the client as it arrives."""
+"""Passes an engine's response to the client as it arrives."""
 
 import asyncio
 import logging
@@ -35,59 +35,47 @@ _NOT_PASSED_ON = frozenset(
 
 @dataclass(frozen=True)
 class Relayed:
-    """A response that has been sent; failure says what cut it short."""
-
     response: web.StreamResponse
     failure: ProxyError | None = None
 
 
 class _UnfinishedError(Exception):
-    """The engine has ended a stream in its midst, as if it were whole."""
+    """The engine ended a stream too early, without an error."""
 
 
 class _GivenUpError(Exception):
-    """The engine says in a stream that it has given it up, or another one continues otherwise."""
+    """The engine gave the stream up, or another one continues otherwise."""
 
 
 LEFT = "left"
-"""Kind of the failure of a stream that has been told to leave its engine, and can go on there."""
+"""Kind of failure of a stream that was stopped to leave its engine."""
 Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
-"""Gives the rest of a stream that has failed so, from another engine; None where there is none."""
+"""Gives the rest of a failed stream, or None."""
 
 
+@dataclass(eq=False)
 class Relay:
-    """One answer on its way to the client of *request*.
+    """One answer on its way to a client.
 
-    What a token costs the proxy is spent here, so one timer watches over the whole stream, and
-    failures are told apart outside of the loop. *gaps*: gets the seconds between two pieces.
-    has_sent_end: the client has all of a stream's events, and may leave. A stream that has a
-    *transcript* goes on at another engine, *resuming* there, where that can be.
+    A token's cost is spent here: one timer watches over the whole stream. has_sent_end: the client
+    has all of a stream's events. A stream with a *transcript* may go on at another engine, by
+    *resuming*.
     """
 
-    def __init__(
-        self,
-        request: web.Request,
-        opened: Opened,
-        config: ProxyConfig,
-        gaps: Histogram,
-        losses: Losses,
-        transcript: Transcript | None,
-        resuming: Resuming,
-    ) -> None:
-        self._request = request
-        self._opened = opened
-        self._config = config
-        self._gaps = gaps
-        self._losses = losses
-        self._transcript = transcript
-        self._resuming = resuming
-        self._is_engines_turn = False
-        self._watch: StreamWatch | None = None
-        self._leaves = False
-        self.has_sent_end = False
+    _request: web.Request
+    _opened: Opened
+    _config: ProxyConfig
+    _gaps: Histogram
+    _losses: Losses
+    _transcript: Transcript | None
+    _resuming: Resuming
+    _is_engines_turn: bool = False
+    _watch: StreamWatch | None = None
+    _leaves: bool = False
+    has_sent_end: bool = False
 
     def leave(self) -> None:
-        """Stop once the client has what has come, and go on as *resuming* says."""
+        """Stop when what has come is sent, and go on as *resuming* says."""
         self._leaves = True
         if self._watch is not None:
             self._watch.leave()
@@ -104,7 +92,6 @@ class Relay:
         return Relayed(response, failure)
 
     async def _send(self, response: web.StreamResponse) -> ProxyError | None:
-        """Send what one engine answers; returns what has cut it short."""
         idle_seconds = min(
             self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
         )
@@ -140,7 +127,6 @@ class Relay:
         return None
 
     def _lost(self) -> Losses:
-        """The request's losses, without those at another place of the answer."""
         if self._transcript is not None:
             self._transcript.settle()
             self._losses.break_off(self._transcript.place)
@@ -199,7 +185,7 @@ class Relay:
         return response
 
     async def _end_broken(self, response: web.StreamResponse, failure: ProxyError) -> None:
-        """Tell the client of *failure*, when the status line has been sent long ago."""
+        """Tell the client of *failure*, after the status line."""
         if self._opened.cutter is None:
             cut(self._request)  # a body shorter than announced is the only sign there is
             return

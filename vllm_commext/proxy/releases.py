@@ -1,9 +1,7 @@
-"""Tells prefill engines of prefills that nobody will read: their blocks are free at once, and not
-when their leases end.
+"""Tells prefill engines of prefills that will not be read, so that their blocks are free at once.
 
-An engine is told by an ordinary completion of one token, whose parameters name the keys under which
-the prefills were asked for; what comes at about the same time goes together. The engine takes them
-when the request comes in, before it computes anything of it.
+An engine gets an ordinary completion of one token, whose parameters name the keys. It takes them
+before it computes anything.
 """
 
 import asyncio
@@ -21,16 +19,13 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 KEY_BYTES = 16
 MAX_KEYS = 256
-"""In one request."""
 GATHER_SECONDS = 0.02
-"""From one request to the next, for one engine."""
+"""Between two requests to one engine."""
 CLOSE_SECONDS = 2.0
 RANK = "X-data-parallel-rank"
 
 
 class ReleaseTarget(NamedTuple):
-    """An engine, and how it is asked."""
-
     engine: Engine
     authorization: str | None
     model: str | None
@@ -38,14 +33,13 @@ class ReleaseTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """Name of a prefill; value: "" where its engine takes no keys."""
+    """Names a prefill; "" where its engine takes no keys."""
 
     target: ReleaseTarget
     value: str
 
 
 def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
-    """A key for the prefill of a request."""
     model = body.get("model")
     target = ReleaseTarget(
         engine, headers.get("Authorization"), model if isinstance(model, str) else None
@@ -57,8 +51,8 @@ Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
 
 
 class Releases:
-    """Keys on their way to their engines. *post* sends a completion and waits for its answer;
-    *note* counts how many keys were sent, or not."""
+    """Keys on their way to their engines. *post* sends a completion, *note* counts keys by
+    outcome."""
 
     def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
         self._post = post
@@ -67,7 +61,6 @@ class Releases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key) -> None:
-        """Release a prefill that nobody will read."""
         if not key.value:
             return
         if key.target in self._waiting:
@@ -77,7 +70,6 @@ class Releases:
             self._begin(self._send_all(key.target))
 
     async def close(self) -> None:
-        """Send what waits; bounded."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await end_tasks(self._tasks)
@@ -88,7 +80,7 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_all(self, target: ReleaseTarget) -> None:
-        """Send keys as long as there are any, without waiting for answers."""
+        """Send keys while there are any, without waiting for answers."""
         while keys := self._waiting[target]:
             self._waiting[target] = keys[MAX_KEYS:]
             ranks = target.engine.capabilities.key_ranks

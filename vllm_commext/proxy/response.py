@@ -1,6 +1,4 @@
-"""What an engine answers, up to the point from which the client is told of it; whatever goes wrong
-becomes a `ProxyError`.
-"""
+"""The beginning of an engine's answer; failures become a `ProxyError`."""
 
 import asyncio
 import json
@@ -40,11 +38,10 @@ _DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
 def failures_of(
     engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
 ) -> Iterator[None]:
-    """Raise `ProxyError` for whatever goes wrong inside with *engine*; the request's *losses* say
-    whether it may be tried at another one if this one is lost. side: role of the step.
+    """Turn failures of *engine* into `ProxyError`. *losses*: the request's. side: role of the step.
 
-    A prefill may be repeated after a lost connection. A decode may not with the parameters that
-    it was given: it may have read the blocks, which the prefill engine then has freed.
+    A prefill may be repeated after a lost connection. A decode may not with the same parameters: it
+    may have read the blocks, which are free then.
     """
     try:
         yield
@@ -59,12 +56,10 @@ def failures_of(
 
 
 def _noted(error: ProxyError, losses: Losses) -> ProxyError:
-    """What an engine's answer means for the request, where it says that the engine has died."""
     return losses.note(error) if is_dead(error) else error
 
 
 def is_dead(error: ProxyError) -> bool:
-    """Whether an engine's answer says that it has died."""
     told = error.answer.body if error.answer is not None and error.status >= 500 else b""
     return any(one in told for one in _DEAD)
 
@@ -76,8 +71,7 @@ def failure_of(
     losses: Losses | None = None,
     side: str = "",
 ) -> ProxyError:
-    """Translate *error* for a request; the engine is noted as suspect where it is, and not the
-    request that has lost others before."""
+    """Translate *error*; suspect the engine, unless the request has lost others before."""
     name, side = engine.name, side or side_of(engine)
     if lacked := lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
@@ -113,12 +107,10 @@ def _failure(engine: Engine, status: int, kind: str, message: str, **more: Any) 
 
 
 def side_of(engine: Engine) -> str:
-    """Side of an engine that is not known to have taken the first step."""
     return DECODE if engine.role == BOTH else engine.role
 
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
-    """The whole body of *response*, up to `MAX_ANSWER_BYTES`."""
     body = bytearray()
     async for piece in response.content.iter_any():
         body += piece
@@ -130,7 +122,6 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
 
 
 def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any]:
-    """A prefill engine's answer; its parameters, if it holds any, are an object."""
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
@@ -146,8 +137,7 @@ def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[st
 
 
 def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None:
-    """Raise `ProxyError` for an answer that refuses the request because its engine drains: none of
-    it was begun, so another engine may be asked the very same."""
+    """Raise `ProxyError` if the engine refused because it drains: it has begun nothing."""
     if HEADER not in response.headers:
         return
     engine.note_drain()
@@ -159,7 +149,6 @@ def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None
 def engine_error(
     engine: Engine, status: int, answer: EngineAnswer, can_retry: bool = False
 ) -> ProxyError:
-    """An engine's own error, to be passed on unless another attempt goes well."""
     return _failure(
         *(engine, status, "engine_error", f"{engine.name} answered {status}"),
         can_retry=can_retry,
@@ -169,16 +158,14 @@ def engine_error(
 
 
 def aborted(engine: Engine) -> ProxyError:
-    """An engine that is told to end gives up requests so: finished, with status 200, while its
-    health is good. It is given no more until the next check."""
+    """An engine that ends gives up requests with status 200 while its health is good."""
     engine.note_drain()
     message = f"{engine.name} gave the request up"
     return _failure(engine, 502, "aborted", message, can_restart=True)
 
 
 def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
-    """What an *event* in the midst of a stream tells of it; empty for a stream of another engine's
-    that does not go on where the one before was lost."""
+    """Error of an *event* in the midst of a stream; b"" if another engine answers otherwise."""
     if (told := opening_error(event)) is not None:
         answer = EngineAnswer(told[1])
         return _noted(engine_error(engine, told[0], answer), losses)
@@ -188,7 +175,6 @@ def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
 
 
 def check_answer(engine: Engine, body: bytes) -> None:
-    """Raise `ProxyError` for a whole answer that is no JSON object."""
     try:
         content = decode(body)
     except (ValueError, RecursionError) as error:
@@ -198,7 +184,6 @@ def check_answer(engine: Engine, body: bytes) -> None:
 
 
 def bad_answer(engine: Engine, got: str) -> ProxyError:
-    """An answer that is none; the request may be served anew."""
     message = f"{engine.name}: expected a completion as a vLLM server sends it, got {got}"
     return _failure(engine, 502, "bad_answer", message, can_restart=True)
 
@@ -211,16 +196,14 @@ def no_engine(pool: EnginePool) -> ProxyError:
 EVENTS = "text/event-stream"
 MAX_OPENING_BYTES = 64 << 10
 MAX_WHOLE_BYTES = 1 << 20
-"""Of an answer in one piece that is read before the client is told of it: it can be repeated."""
+"""Of an answer in one piece that is read before the client gets any: it can be repeated."""
 
 
 @dataclass
 class Opened:
-    """An answer that has begun. first: what may be sent on already; a stream's first token is in
-    it. cutter: of a stream of events. has_end: such a stream ends with an event that says so.
-    opened_at: `time.monotonic` when *first* was there. work: what ends with the answer. answer: as
-    the policy of placement knows it. cached_tokens: of the prompt, at the prefill engine, where the
-    decode engine was asked before that could say."""
+    """An answer that has begun. first: what may be sent already, the first token included. cutter:
+    of a stream. has_end: it ends with [DONE]. work: ends with the answer. cached_tokens: at the
+    prefill engine, if the decode engine could not know."""
 
     engine: Engine
     response: aiohttp.ClientResponse
@@ -233,7 +216,7 @@ class Opened:
     cached_tokens: int | None = None
 
     def close(self) -> None:
-        """Let go of the engine, which aborts what it has not finished."""
+        """Let go of the engine, which aborts the rest."""
         self.work.close()
 
 
@@ -243,13 +226,11 @@ async def read_opening(
     streams: bool | None,
     edit: Callable[[bytes], bytes],
 ) -> tuple[bytes, EventCutter | None]:
-    """The first piece of *response*, and what cuts the rest of a stream into whole events.
+    """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
-    *streams*: whether a completion is to come as a stream; None for what is none, or may come in
-    either form. *edit*: leaves out of the first events what the client has not asked for. Raises
-    `ProxyError` if it tells of a failed request, or tells nothing. Only its beginning can: vLLM
-    answers a stream with status 200 before it has computed anything, and a failure is then the
-    first event, or follows the role that opens a chat, or is the end of a stream without an answer.
+    *streams*: a completion is to be a stream; None if either form is right. *edit*: removes what
+    the client has not asked for. vLLM answers a stream with 200 before it computes: a failure is
+    its first event, follows a chat's role, or is an early end.
     """
     if response.status >= 500:
         raise engine_error(engine, response.status, await read_answer(engine, response))
@@ -272,7 +253,7 @@ async def read_opening(
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
-    """An answer in one piece, or much of one, and whether that is all."""
+    """Up to `MAX_WHOLE_BYTES` of an answer, and whether that is all."""
     body = bytearray()
     while len(body) <= MAX_WHOLE_BYTES:
         piece = await response.content.readany()
@@ -285,7 +266,6 @@ async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 async def _opening(
     engine: Engine, response: aiohttp.ClientResponse, feed: Callable[[bytes], bytes]
 ) -> bytes:
-    """Whole events, until one of them says something."""
     events, has_ended = b"", False
     while not has_ended and (not events or says_nothing(events)):
         if len(events) > MAX_OPENING_BYTES:

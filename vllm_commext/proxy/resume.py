@@ -1,15 +1,14 @@
-"""Which streams go on at another decode engine when theirs is lost, and what that may take."""
+"""Which streams go on at another decode engine, and what that one repeats of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_commext.proxy.two_step import ENDPOINTS, LocalPrefill, local_prefill_reason
 from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
-"""Times that one stream goes on at another engine."""
 MIN_LEFT = 16
-"""Tokens that an answer may still have, or it ends where it is."""
+"""An answer with fewer tokens left is not moved."""
 
 
 class Resume(Reason):
@@ -29,13 +28,12 @@ class Resume(Reason):
 
 
 class Room:
-    """The bytes that are kept for all streams at a time."""
+    """Bytes kept for all streams."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Take so many bytes, if there are."""
         if num_bytes > self._left:
             return False
         self._left -= num_bytes
@@ -46,7 +44,7 @@ class Room:
 
 
 def refusal(path: str, body: Mapping[str, Any]) -> Resume | None:
-    """Reason why a stream is not resumed, whatever becomes of it; None if it may be."""
+    """Reason why a stream is never resumed, or None."""
     if path not in ENDPOINTS or body.get("stream") is not True:
         return Resume.ENDPOINT
     reason = local_prefill_reason(ENDPOINTS[path], body)
@@ -57,3 +55,77 @@ def refusal(path: str, body: Mapping[str, Any]) -> Resume | None:
         return Resume.ECHO
     is_known = body.get("return_token_ids") in (None, False, True)
     return None if is_known else Resume.NOT_TOLD
+
+
+class DiffersError(Exception):
+    """Another engine has answered otherwise."""
+
+
+class UnknownError(Exception):
+    """A part of an answer that is not known here."""
+
+
+UNKNOWN = (UnknownError, AttributeError, TypeError, OverflowError)
+
+
+Edit = Callable[[str, str], str]
+
+
+def edited(delta: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+    """A chat's delta without its role, each text as *edit* leaves it."""
+    kept: dict[str, Any] = {}
+    for name, value in delta.items():
+        if name == "role" or not value:
+            continue
+        if name == "tool_calls":
+            calls = (_edited_call(call, edit) for call in value)
+            value = [call for call in calls if call]
+        elif isinstance(value, str):
+            value = edit(name, value)
+        else:
+            raise UnknownError
+        if value:
+            kept[name] = value
+    return kept
+
+
+def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+    number, function = call.get("index"), call.get("function") or {}
+    kept: dict[str, str] = {}
+    for name in ("name", "arguments"):
+        if text := edit(f"{number} {name}", function.get(name) or ""):
+            kept[name] = text
+    if "name" in kept:
+        return {**call, "function": {**function, **kept}}
+    return {"index": number, "function": kept} if kept else {}
+
+
+class Replay:
+    """What another engine has still to repeat."""
+
+    def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
+        self._ids = list(ids)
+        self._texts = {name: bytes(text) for name, text in texts.items()}
+
+    @property
+    def is_over(self) -> bool:
+        return not self._ids and not any(self._texts.values())
+
+    @property
+    def num_left(self) -> int:
+        return len(self._ids)
+
+    def new_ids(self, ids: list[int]) -> list[int]:
+        count = min(len(ids), len(self._ids))
+        if ids[:count] != self._ids[:count]:
+            raise DiffersError
+        del self._ids[:count]
+        return ids[count:]
+
+    def new_text(self, name: str, text: str) -> str:
+        raw, sent = text.encode(), self._texts.get(name, b"")
+        count = min(len(raw), len(sent))
+        if raw[:count] != sent[:count]:
+            raise DiffersError
+        self._texts[name] = sent[count:]
+        return raw[count:].decode()

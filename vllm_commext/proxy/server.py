@@ -1,11 +1,16 @@
 """Running the proxy as a process: listen, announce, drain on a signal."""
 
 import asyncio
+import gc
+import importlib
 import logging
+import resource
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 
@@ -48,7 +53,6 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
 async def admin_port(
     control: Control, config: ProxyConfig, announce: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """The admin port while the block runs, if there is to be one."""
     if config.admin_port is None:
         yield
         return
@@ -88,7 +92,6 @@ async def _serve_until(
 
 
 def make_runner(proxy: ProxyApp) -> web.AppRunner:
-    """The HTTP server of *proxy*, not yet set up and listening nowhere."""
     return web.AppRunner(
         proxy.build(),
         access_log=None,
@@ -112,7 +115,7 @@ async def open_port(
     *,
     reuse_port: bool = False,
 ) -> asyncio.Server:
-    """Have *runner* answer there; *reuse_port*: beside other processes that set it, too."""
+    """Listen. *reuse_port*: beside other processes that set it, too."""
     manager = runner.server
     if manager is None:
         raise RuntimeError("a port needs a runner that has been set up")
@@ -133,7 +136,7 @@ async def open_port(
 
 @contextmanager
 def _bound(host: str, port: int, prefix: str = "") -> Iterator[None]:
-    """Turns a port that cannot be had into a `ConfigError`; *prefix*: of the options' names."""
+    """Turn a port that cannot be had into a `ConfigError` that names the options."""
     try:
         yield
     except OSError as error:
@@ -162,3 +165,51 @@ def _url(port: asyncio.Server, is_tls: bool = False) -> str:
     host, number = port.sockets[0].getsockname()[:2]
     scheme = "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{number}" if ":" in host else f"{scheme}://{host}:{number}"
+
+
+_GC_THRESHOLDS = (20_000, 20, 20)
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run *main* on uvloop if it is installed: a token costs less there. The garbage collector
+    leaves alone what is in memory by now."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ModuleNotFoundError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+_OWN = 64
+_MOST = 1 << 20
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of descriptors to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return _MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
+    """Limit requests and connections by descriptors: a request has one client and up to two
+    engines."""
+    in_flight = min(config.max_in_flight, max((limit - _OWN) // 3, 1))
+    room = max(limit - _OWN - 2 * in_flight, 1)
+    if in_flight < config.max_in_flight:
+        logger.warning(
+            "%d descriptors allow %d requests at a time and not the %d of --max-in-flight: raise "
+            "the hard limit (LimitNOFILE= of systemd, ulimit -Hn)",
+            limit,
+            in_flight,
+            config.max_in_flight,
+        )
+    connections = min(config.max_connections, room)
+    return replace(config, max_in_flight=in_flight, max_connections=connections)

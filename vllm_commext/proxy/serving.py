@@ -54,8 +54,6 @@ NO_CHANGES: Mapping[str, Any] = {}
 
 
 class Service:
-    """Serves requests that have been admitted."""
-
     def __init__(
         self,
         config: ProxyConfig,
@@ -98,7 +96,6 @@ class Service:
                 attempts.close()
 
     async def _open(self, attempts: Attempts, outcome: Outcome) -> Opened:
-        """An answer that has begun."""
         while True:
             try:
                 opened = await self._attempt(attempts, outcome)
@@ -117,7 +114,6 @@ class Service:
                 self.release(attempts, outcome.request_id)
 
     def _note_handover(self, attempts: Attempts, opened: Opened) -> None:
-        """The prefill engine's KV cache is read, or on its way to be released by who reads it."""
         if attempts.hand_over_to(opened) and opened.cutter is not None:
             later = opened.opened_at - attempts.prefilled_at
             self._planner.shared.handover.add(max(0.0, later))
@@ -125,8 +121,7 @@ class Service:
     async def _resume(
         self, attempts: Attempts, outcome: Outcome, failure: ProxyError
     ) -> Opened | None:
-        """The rest of a stream that has failed so, from another engine; None, counted with the
-        reason, where there is none."""
+        """Rest of a failed stream from another engine, or None, counted by reason."""
         opened, transcript = attempts.opened, attempts.transcript
         is_lost = failure.can_restart or failure.kind == ENGINES_LOST
         if opened is None or opened.cutter is None or not is_lost:
@@ -155,8 +150,7 @@ class Service:
         return await self.second_step(attempts, outcome)
 
     async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None:
-        """Have the prompt computed where the request takes two steps; the answer where both were
-        taken at once."""
+        """Have the prompt computed; the answer, if both steps were taken at once."""
         self._plan(attempts, outcome)
         stream, prefilled = self._stream(attempts, outcome), None
         try:
@@ -180,7 +174,7 @@ class Service:
     async def second_step(
         self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, Any] = NO_CHANGES
     ) -> Opened:
-        """A decode engine's answer, once the first step has been taken; *changes*: of the body."""
+        """A decode engine's answer. *changes*: of the body."""
         prefilled, body = attempts.prefilled, {**attempts.body, **changes}
         if prefilled is not None and prefilled.kv_transfer_params is not None:
             outcome.path, outcome.prefill = TWO_STEP, prefilled.engine.name
@@ -191,7 +185,6 @@ class Service:
         return await self._decode(attempts, attempts.payload(body), attempts.avoided(), outcome)
 
     def _plan(self, attempts: Attempts, outcome: Outcome) -> None:
-        """Decide where this attempt is to go, unless the engines' roles do."""
         attempts.plan = plan = self._chooser.plan(
             attempts.prefix,
             attempts.tokens,
@@ -206,7 +199,6 @@ class Service:
     async def _decode(
         self, attempts: Attempts, payload: Payload, avoided: Sequence[Engine], outcome: Outcome
     ) -> Opened:
-        """A decode engine's answer, which *outcome* names."""
         if attempts.transcript is not None:
             payload = attempts.asking(payload, attempts.transcript)
 
@@ -219,7 +211,7 @@ class Service:
         return opened
 
     def release(self, attempts: Attempts, request_id: str) -> None:
-        """Have the prefill engine free what no decode engine will read."""
+        """Have the prefill engine free what will not be read."""
         prefilled, attempts.prefilled = attempts.prefilled, None
         if prefilled is None:
             return
@@ -235,8 +227,6 @@ class Service:
             )
 
     def _stream(self, attempts: Attempts, outcome: Outcome) -> Stream:
-        """An attempt at both steps at once, where that may be."""
-
         async def ask(payload: Payload, source: Engine) -> Opened:
             if not attempts.has_reader(source):
                 message = f"no decode engine can be asked beside {source.name}"
@@ -253,13 +243,13 @@ class Service:
         if (attempts.num_failed or attempts.num_resumed) and refusal != AtOnce.OFF:
             refusal = AtOnce.AGAIN
         places = attempts.places() if self._config.reuse_blocks else []
-        return Stream(attempts.body, attempts.payload, ask, refusal=refusal, places=places)
+        return Stream(attempts.body, attempts.payload, ask, refusal, places)
 
     async def _take_stream(
         self, stream: Stream, attempts: Attempts, prefilled: Prefilled | None, outcome: Outcome
     ) -> Opened | None:
-        """The decode engine's answer, where both were asked at once and the prefill engine has
-        answered or is lost; None where it has failed, to be asked once more with that answer."""
+        """Answer of a decode engine that was asked at once; None to ask it again with the prefill's
+        answer."""
         outcome.path, outcome.prefill = STREAMED, stream.source
         opened = await stream.opened()
         if isinstance(opened, ProxyError):
@@ -272,7 +262,7 @@ class Service:
         return opened
 
     async def _prefill(self, attempts: Attempts, stream: Stream) -> Prefilled | None:
-        """Step 1, or None (counted, with the reason) if the request goes without it."""
+        """The first step, or None, counted by reason."""
         reason, plan = attempts.local_reason, attempts.plan
         if reason is None and plan is not None and plan.prefill is None:
             reason = LocalPrefill.PLACEMENT
@@ -302,7 +292,6 @@ class Service:
         return None
 
     def _note_expected(self, attempts: Attempts, answer: Answer, outcome: Outcome) -> None:
-        """Count what was expected of a placement, and what came of it."""
         expected = attempts.plan.expected if attempts.plan is not None else None
         is_timed = not attempts.num_resumed and answer.tokens > 1
         if expected is None or not is_timed or outcome.first_token_seconds is None:

@@ -1,4 +1,4 @@
-"""Server-sent events: cutting a byte stream at the ends of events."""
+"""Server-sent events."""
 
 import json
 import re
@@ -14,18 +14,14 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class EventCutter:
-    """Lets whole events pass and holds back an unfinished one.
-
-    So a client never sees half an event before the error event that tells of a lost engine.
-    An event longer than *max_held_bytes* passes in pieces: memory stays bounded.
-    """
+    """Passes whole events and holds back an unfinished one, so that an error event never follows
+    half an event. Events above *max_held_bytes* pass in pieces."""
 
     def __init__(self, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._held = bytearray()
         self._max_held_bytes = max_held_bytes
 
     def feed(self, data: bytes) -> bytes:
-        """Add *data*; return what may be sent on now, perhaps nothing."""
         if not self._held and data.endswith(b"\n\n"):
             return data
         self._held += data
@@ -37,7 +33,6 @@ class EventCutter:
         return ready
 
     def rest(self) -> bytes:
-        """Rest that is still held, for a stream that ended properly."""
         rest = bytes(self._held)
         self._held.clear()
         return rest
@@ -49,20 +44,17 @@ def _end_of_last_event(held: bytearray) -> int:
 
 
 def error_event(error: Mapping[str, Any]) -> bytes:
-    """Event of *error*, for a stream that has begun and cannot change its status."""
     return b"data: " + json.dumps(error).encode() + b"\n\n"
 
 
 def with_cached_tokens(events: bytes, num_tokens: int) -> bytes:
-    """*events*, or an answer in one piece, with so many cached tokens where their usage tells of
-    any. No text of an answer looks so: its quotes are escaped."""
+    """Set the cached tokens of a usage. No text looks so: its quotes are escaped."""
     if _CACHED not in events:
         return events
     return _CACHED_TOKENS.sub(rb"\g<1>%d" % num_tokens, events)
 
 
 def opening_error(events: bytes) -> tuple[int, bytes] | None:
-    """The first event's status and error object, if all that *events* tell is a failure."""
     for content in _contents(events):
         error = content.get("error")
         if isinstance(error, dict):
@@ -72,7 +64,6 @@ def opening_error(events: bytes) -> tuple[int, bytes] | None:
 
 
 def opens_aborted(events: bytes) -> bool:
-    """Whether *events* tell of a request that its engine has given up before its first token."""
     if _ABORT not in events:
         return False
     contents = _contents(events)
@@ -81,7 +72,6 @@ def opens_aborted(events: bytes) -> bool:
 
 
 def is_aborted(answer: bytes) -> bool:
-    """Whether an answer in one piece is that of a request that its engine has given up."""
     if _ABORT not in answer:
         return False
     try:
@@ -102,22 +92,19 @@ def _has_aborted(content: Mapping[str, Any]) -> bool:
 
 
 def _says(choice: Mapping[str, Any]) -> bool:
-    """Whether a part of an answer holds more than a role."""
     delta = choice.get("delta")
     told = delta if isinstance(delta, dict) else {"text": choice.get("text")}
     return any(value for name, value in told.items() if name != "role")
 
 
 def says_nothing(events: bytes) -> bool:
-    """Whether *events* are only what vLLM sends before a chat's first token, the role, or around an
-    answer, what it took."""
+    """Whether there is only a chat's role, or usage."""
     contents = _contents(events)
     return bool(contents) and all(_is_role_alone(one) or _is_usage_alone(one) for one in contents)
 
 
 def ends_empty(events: bytes) -> bool:
-    """Whether *events* are a whole stream without any part of an answer: so vLLM 0.30 ends that of
-    a completion which has failed before its first token."""
+    """Whether a whole stream has no part of an answer."""
     lines = [line for line in map(bytes.strip, events.split(b"\n")) if line]
     contents = _contents(events)
     is_whole = DONE in lines and len(contents) == len(lines) - 1
@@ -125,7 +112,7 @@ def ends_empty(events: bytes) -> bool:
 
 
 def _contents(events: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of *events*; none at all once there is anything else."""
+    """JSON objects of *events*; none if there is anything else."""
     contents: list[dict[str, Any]] = []
     for line in events.split(b"\n"):
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":

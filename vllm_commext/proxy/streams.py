@@ -1,8 +1,6 @@
-"""Requests that go to a prefill and to a decode engine at once, which reads chunk by chunk what
-the other computes.
+"""Requests that go to a prefill and a decode engine at once: D reads while P computes.
 
-A decode engine has to be told where to ask for a prompt before the prefill engine has answered.
-Where that is, and that both can, their metrics pages have said.
+D must know P's side channel before P answers; the engines' metrics pages name it.
 """
 
 import asyncio
@@ -10,6 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_commext.proxy import two_step
@@ -26,15 +25,14 @@ logger = logging.getLogger("vllm.commext.proxy")
 KEY_BYTES = 16
 _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
 CHECK_SECONDS = 10.0
-"""Longest wait for a check that says whether an engine that has broken a connection is gone."""
+"""Longest wait for a check of an engine that has broken a connection."""
 LOOK_SECONDS = 0.02
 MAX_WAITING = 8
-"""Requests at decode engines that wait for one prefill engine: vLLM looks at each in every step,
-and a prefill engine computes few prompts at a time."""
+"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
+step."""
 
 
 def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
-    """Side channel where one more prompt is read while it is computed, or why it is not."""
     known = engine.capabilities
     if not known.streams:
         return AtOnce.NOT_KNOWN
@@ -45,8 +43,7 @@ def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
 
 
 def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
-    """Reason why a request does not go to both engines at once, whichever prefill engine takes it;
-    None if it may. decode: of the engines that one may be chosen from."""
+    """Reason why a request does not go to both engines at once, or None."""
     if mode == NEVER:
         return AtOnce.OFF
     if any(body.get(name) == 1 for name in LENGTHS):
@@ -60,14 +57,12 @@ def prefill_body(
     places: Sequence[Mapping[str, Any]] = (),
     key: str = "",
 ) -> dict[str, Any]:
-    """Body for the prefill engine, which may know it by a *key*, too."""
     step = two_step.prefill_body(body, places, key)
     step["kv_transfer_params"]["stream_key"] = stream_key
     return step
 
 
 def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[str, Any]:
-    """Body for the decode engine, before the prefill engine has answered."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -78,45 +73,29 @@ def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[s
 
 
 class Payloads(Protocol):
-    """Makes what is posted to an engine."""
-
     def __call__(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Any: ...
 
 
+@dataclass(eq=False)
 class Stream:
-    """One request's attempt at both steps at once. way: how it went.
+    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine. places: side
+    channels that may offer blocks."""
 
-    decode: the decode engine's answer, begun by *ask* with its payload once a prefill engine is
-    known that streams, which *ask* gets, too; None before. places: side channels of
-    engines that may have blocks of the prompt.
-    """
-
-    def __init__(
-        self,
-        body: Mapping[str, Any],
-        payload: Payloads,
-        ask: Callable[[Any, Engine], Any],
-        *,
-        refusal: AtOnce | None = None,
-        places: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self._places = places
-        self._body = body
-        self._payload = payload
-        self._ask = ask
-        self._asked: Engine | None = None
-        self._place: SideChannel | None = None
-        self.way = refusal
-        self._decode: asyncio.Task[Opened] | None = None
+    _body: Mapping[str, Any]
+    _payload: Payloads
+    _ask: Callable[[Any, Engine], Any]
+    way: AtOnce | None = None
+    _places: Sequence[Mapping[str, Any]] = ()
+    _asked: Engine | None = None
+    _place: SideChannel | None = None
+    _decode: asyncio.Task[Opened] | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """A decode engine has been asked, and its answer was not taken yet."""
         return self._decode is not None
 
     async def prefill_payload(self, engine: Engine, key: str = "") -> Any:
-        """Payload for a prefill engine that knows it by a *key*; the decode engine is asked at
-        the same time."""
+        """Payload for a prefill engine; asks the decode engine at the same time."""
         await self.cancel()
         if self._place is not None:
             self.way = AtOnce.AGAIN
@@ -135,17 +114,15 @@ class Stream:
 
     @property
     def source(self) -> str:
-        """The prefill engine's name, while a decode engine is asked beside it."""
         return self._asked.name if self._asked is not None else ""
 
     @property
     def is_alone(self) -> bool:
-        """The prefill engine is lost, and the decode engine is to go on."""
+        """The prefill engine is lost, and the decode engine goes on."""
         return self.is_under_way and self.way is AtOnce.ALONE
 
     async def outlives(self, error: ProxyError) -> bool:
-        """Whether the decode engine goes on though the prefill engine has failed so: where that is
-        gone, what has been read of the prompt counts, and the decode engine computes the rest."""
+        """Whether the decode engine goes on after *error* of a prefill engine that is gone."""
         engine = self._asked
         if engine is None or not (error.kind == "lost" or is_dead(error)):
             return False
@@ -159,8 +136,7 @@ class Stream:
         return self.is_alone
 
     async def check_place(self, params: Mapping[str, Any]) -> None:
-        """The prefill engine has answered: let go of the decode engine if it was told of another
-        side channel than the one in this answer, and have that engine's page read again."""
+        """Let go of the decode engine if the prefill engine's answer names another side channel."""
         engine, place = self._asked, self._place
         if engine is None or place is None:
             return
@@ -171,7 +147,7 @@ class Stream:
             self.way = AtOnce.SEVERAL
 
     async def opened(self) -> Opened | ProxyError:
-        """The decode engine's answer, which is the caller's to close, or why there is none."""
+        """The decode engine's answer, the caller's to close, or its failure."""
         assert self._decode is not None  # asked for where it is under way
         try:
             opened = await asyncio.shield(self._decode)
@@ -186,7 +162,7 @@ class Stream:
         return opened
 
     async def cancel(self) -> None:
-        """Let go of the decode engine, which aborts what it has not finished."""
+        """Let go of the decode engine, which aborts the rest."""
         decode = self._decode
         if decode is None:
             return
@@ -195,14 +171,12 @@ class Stream:
         await end_tasks([decode])
 
     def _leave(self) -> None:
-        """Forget the decode engine's answer, which is taken or nobody's."""
         assert self._asked is not None  # as long as the decode engine is asked
         self._asked.num_waiting -= 1
         self._asked = self._decode = None
 
 
 def _close(decode: asyncio.Task[Opened]) -> None:
-    """Close a decode engine's answer that nobody takes."""
     if decode.cancelled():
         return
     error = decode.exception()

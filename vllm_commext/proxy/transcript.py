@@ -1,12 +1,9 @@
-"""Streams that go on at another decode engine when theirs is lost.
+"""Streams that go on at another decode engine.
 
-What the client of a stream has got is kept until the stream ends: the ids of the answer's tokens,
-which the engine is asked to tell, and the text of each of its fields.  When the engine is lost, the
-request is served anew, with these ids, and of the new stream the client gets what it has not.  An
-engine that can goes on after the last of these tokens; one that cannot answers from the beginning.
-Either way what comes is compared with what the client has, token by token and letter by letter.
-
-Pure: events in, events out.
+Kept until a stream ends: the answer's token ids and text. When the engine is lost, the request is
+served again with these ids. An engine that can goes on after them; another begins again. What comes
+is compared with what the client has, token by token and letter by letter. Pure: events in, events
+out.
 """
 
 import re
@@ -17,12 +14,10 @@ from typing import Any
 import msgspec
 
 from vllm_commext.proxy.body import decode, dumps
-from vllm_commext.proxy.replay import UNKNOWN, DiffersError, Replay, edited
-from vllm_commext.proxy.resume import Resume, Room
+from vllm_commext.proxy.resume import UNKNOWN, DiffersError, Replay, Resume, Room, edited
 from vllm_commext.proxy.sse import DONE
 
 ANSWER = "answer_token_ids"
-"""In a request's parameters: what an engine is to go on after."""
 _GROWTH_BYTES = 16 << 10
 _TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
@@ -37,11 +32,10 @@ _PLAIN = {
         b'"},"logprobs":null,"finish_reason":null,',
     ),
 }
-"""What vLLM writes around the text of an event in the midst of an answer, by its field. No text has
-a quote in it that is not escaped."""
+"""vLLM's text around that of an event in mid-answer; quotes in a text are escaped."""
 _MAX_RAW_BYTES = 4 << 10
 _NOTE = b',"commext_resumed":%d}'
-"""In the event that tells how an answer ends: times that it has gone on at another engine."""
+"""In an answer's last event: how often it has gone on elsewhere."""
 
 
 class _Choice(msgspec.Struct):
@@ -64,16 +58,10 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class Transcript:
-    """What the client of one stream has of it.
+    """What the client of one stream has. Counts in *room* until `close`.
 
-    refusal: why the stream is not resumed. hides_ids: the client has not asked for the tokens' ids.
-    has_failed: the engine has given the stream up, or answers otherwise than the one before; what
-    it has told of that, and the client has not got, is *held*, and nothing that follows is looked
-    at.
-
-    Args:
-        room: what is kept counts there, until `close`.
-        body: the client's request, of *num_bytes*.
+    refusal: why it is not resumed. hides_ids: the client has not asked for ids. has_failed: the
+    engine gave the stream up, or answers otherwise; *held* is its event for that.
     """
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
@@ -94,8 +82,7 @@ class Transcript:
         self._take_room()
 
     def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Body for a decode engine, which is to tell the tokens' ids, and to go on after those
-        that the client has."""
+        """Body for a decode engine, which tells token ids and goes on after those kept."""
         self.settle()
         asked = {**body, "return_token_ids": True}
         if self._ids:
@@ -104,7 +91,6 @@ class Transcript:
         return asked
 
     def begin_again(self) -> None:
-        """Another engine's events follow."""
         self.settle()
         self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
         self._replay, self._renames = Replay(self._ids, self._texts), None
@@ -112,12 +98,10 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of what has been settled."""
         return len(self._ids)
 
     @property
     def place(self) -> int:
-        """Tokens of what has been settled that this engine has told, or repeated."""
         return len(self._ids) - (self._replay.num_left if self._replay is not None else 0)
 
     @property
@@ -126,11 +110,10 @@ class Transcript:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the engine has not repeated yet all that the client has."""
         return self._replay is not None
 
     def trial(self) -> "Transcript":
-        """A copy, on which another engine's events are tried before they follow."""
+        """A copy to try another engine's events on."""
         copy = Transcript(Room(_TRIAL_BYTES), {"return_token_ids": not self.hides_ids}, 0)
         copy._ids, copy._first = self._ids[:], self._first
         copy._texts = {name: text[:] for name, text in self._texts.items()}
@@ -138,7 +121,7 @@ class Transcript:
         return copy
 
     def settle(self) -> Resume | None:
-        """Read all that the client has; returns why the stream is not resumed."""
+        """Take in what was passed unread; why the stream is not resumed, or None."""
         if self._raw_ids and self.refusal is None:
             try:
                 told = _DECODER.decode(
@@ -157,13 +140,11 @@ class Transcript:
         return self.refusal
 
     def close(self) -> None:
-        """Forget what is kept."""
         self._room.give_back(self._num_taken)
         self._num_taken, self._ids, self._texts, self._replay = 0, array("i"), {}, None
         self._field = ""
 
     def pass_on(self, events: bytes) -> bytes:
-        """What goes to the client of whole *events*."""
         if events.find(_END) == len(events) - len(_END):
             return self._pass_on(events)
         return b"".join(self._pass_on(event + _END) for event in events.split(_END) if event)
@@ -178,7 +159,7 @@ class Transcript:
         return self._shown(event)
 
     def _pass_plain(self, event: bytes) -> bytes | None:
-        """Pass on an event like most, unread, which costs a fraction; None for any other."""
+        """Pass on an ordinary event unread, which costs a fraction; None for another one."""
         opening, closing = _PLAIN[self._field]
         begin = event.find(opening)
         end = event.find(closing, begin)
@@ -197,7 +178,6 @@ class Transcript:
         return event[: first - 1] + b"null" + event[last + 1 :] if self.hides_ids else event
 
     def _take(self, event: bytes) -> bytes:
-        """Note an event; returns what the client gets of it."""
         if event.startswith(b":") or (event.startswith(DONE) and self._replay is None):
             return event
         try:
@@ -232,16 +212,14 @@ class Transcript:
         return b"" if is_empty else self._shown(event)
 
     def _shown(self, event: bytes) -> bytes:
-        """An event without the ids that the client has not asked for."""
         return _without_ids(event) if self.hides_ids else event
 
     def _ended(self, event: bytes) -> bytes:
-        """An answer's last event, which says how often it has gone on elsewhere."""
         is_object = self._num_resumed and event.endswith(b"}" + _END)
         return event[:-3] + _NOTE % self._num_resumed + _END if is_object else event
 
     def _has_noted(self, choice: _Choice) -> bool:
-        """Note a part of an answer; False where it is not known, or its tokens are not told."""
+        """Keep a part of an answer; False if it is not known, or has no ids."""
         ids, delta = choice.token_ids, choice.delta
         try:
             if ids is None:
@@ -270,7 +248,6 @@ class Transcript:
         return text
 
     def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
-        """What the client has not of an event."""
         has_finished = self._has_finished
         if choice is None:
             return self._fail(Resume.DIFFERS)
@@ -298,7 +275,6 @@ class Transcript:
         return self._ended(event) if ends else event
 
     def _rewritten(self, event: bytes, choice: _Choice) -> bytes:
-        """An event with what is left of it."""
         content = decode(event[len(_DATA) :])
         (told,) = content["choices"]
         told["token_ids"] = None if self.hides_ids else choice.token_ids
@@ -310,7 +286,7 @@ class Transcript:
         return _DATA + dumps(content) + _END
 
     def _renamed(self, event: bytes, told: _Event) -> bytes:
-        """An event under the names of the first engine's."""
+        """Give an event the id and time of the first engine's."""
         if self._renames is None:
             first = self._first or told
             names = (b'"id":%s', dumps(told.id), dumps(first.id))
@@ -322,7 +298,6 @@ class Transcript:
         return event
 
     def _take_room(self) -> None:
-        """Have more kept, or leave the stream where there is no room for it."""
         missing = max(self._num_bytes - self._num_taken, _GROWTH_BYTES)
         if self._room.take(missing):
             self._num_taken += missing
@@ -330,7 +305,6 @@ class Transcript:
             self._leave(Resume.NO_ROOM, b"")
 
     def _leave(self, reason: Resume, event: bytes) -> bytes:
-        """The stream is not resumed any more; returns what the client gets of an event."""
         if self._replay is not None:
             return self._fail(Resume.DIFFERS)
         self.refusal = reason
@@ -346,7 +320,6 @@ class Transcript:
 
 
 def _is_given_up(error: Any, choice: _Choice | None) -> bool:
-    """Whether an event tells of an engine's failure; a refusal is the client's."""
     if error is None:
         return choice is not None and choice.finish_reason in _GIVEN_UP
     code = error.get("code") if isinstance(error, dict) else None
@@ -354,7 +327,6 @@ def _is_given_up(error: Any, choice: _Choice | None) -> bool:
 
 
 def _last(logprobs: dict[str, Any] | None, num_told: int) -> dict[str, Any] | None:
-    """Log probabilities without those of the first tokens."""
     if not logprobs:
         return logprobs
     every = logprobs.items()
@@ -366,7 +338,6 @@ def _same(name: str, text: str) -> str:
 
 
 def _without_ids(event: bytes) -> bytes:
-    """An event as it is where the tokens' ids are not asked for."""
     begin = event.find(_IDS)
     if begin < 0:
         return event
@@ -375,5 +346,5 @@ def _without_ids(event: bytes) -> bytes:
 
 
 def without_prompt(events: bytes) -> bytes:
-    """The same for the prompt's ids, which come with the first token's."""
+    """Remove the prompt's ids, which come with the first token."""
     return _PROMPT_IDS.sub(rb"\1null", events) if b'"prompt_token_ids":[' in events else events

@@ -1,9 +1,8 @@
-"""Prompts that wait here for an engine's turn, so that a long one does not hold up short ones.
+"""Prompts that wait for an engine's turn, so that a long one does not hold up short ones.
 
-An engine computes prompts in the order in which it gets them. Those that it would not begin soon
-wait here. With a limit to the first token they go as they came, but the longest are put off of
-those that cannot all be in time: so the most are. Without one the shortest goes first, and
-overtakes each other one for no longer than some times that one's own length. None waits for ever.
+With a limit to the first token they go as they came, but the longest are put off when not all can
+be in time. Without one the shortest goes first, and overtakes another one for no longer than
+`PATIENCE` times that one's length.
 """
 
 import asyncio
@@ -12,13 +11,10 @@ import time
 from vllm_commext.proxy.engine_load import EngineLoad, Waiting, next_of
 
 LEAD_SECONDS = 0.03
-"""Work that an engine is given ahead, beside what it takes to reach it, so that it never waits for
-the next prompt."""
+"""Work that an engine gets ahead, beside the time to reach it, so that it never idles."""
 
 
 class Turns:
-    """Those that wait for one engine, whose work is *load*."""
-
     def __init__(self, load: EngineLoad) -> None:
         self._load = load
         self._turns: dict[Waiting, asyncio.Future[None]] = {}
@@ -26,7 +22,6 @@ class Turns:
         load.on_done = self._wake
 
     async def take(self, new_tokens: int, held_tokens: int) -> None:
-        """Wait until a prompt is to be sent to the engine."""
         load, now = self._load, time.monotonic()
         if not self._turns and self._seconds_left(now) <= 0.0:
             return
@@ -46,7 +41,6 @@ class Turns:
             load.leave(waiting)
 
     def _wake(self) -> None:
-        """Let the next one go if it is time."""
         now = time.monotonic()
         if self._turns and self._seconds_left(now) <= 0.0:
             waiting = next_of([*self._turns], now, self._load.shared.limits.first)
@@ -54,12 +48,10 @@ class Turns:
         self._set_timer(now)
 
     def _seconds_left(self, now: float) -> float:
-        """Seconds until the next one is to be sent."""
         reach = self._load.speed.prefill_seconds(0, 0, True)
         return self._load.backlog(now) - LEAD_SECONDS - reach
 
     def _set_timer(self, now: float) -> None:
-        """Look again when the engine's work is nearly done, or the one let go has been sent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

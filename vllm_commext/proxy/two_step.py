@@ -23,7 +23,7 @@ from vllm_commext.reasons import Reason
 
 
 class AtOnce(Reason):
-    """Way in which a request takes two steps: at once, or why one after the other."""
+    """How a request takes two steps: at once, or why one after the other."""
 
     STREAMED = "streamed", "both at once"
     OFF = "off", "it is off"
@@ -71,13 +71,12 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 # the token itself is thrown away.
 _NOT_FOR_PREFILL = ("stop_token_ids",)
 OWN_IDS = "prompt_token_ids"
-"""What clients may set of ``kv_transfer_params``: token ids with which vLLM does without rendering
-the prompt; it checks them itself."""
+"""The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""
 MAX_SMALL_BYTES = 2 << 20
 
 
 def checked_body(body: Any) -> dict[str, Any]:
-    """Check a client's *body*. Raises `ProxyError` 400 when it is no request."""
+    """Check a client's *body*. Raises `ProxyError` 400."""
     if not isinstance(body, dict):
         raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
     own = _small_object(body, "kv_transfer_params")
@@ -97,8 +96,7 @@ def checked_body(body: Any) -> dict[str, Any]:
 
 
 def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A member that the proxy has to look into; empty where it is no object, which engines
-    refuse."""
+    """A member that is looked into; {} if it is no object, which engines refuse."""
     value = holder.get(name)
     if isinstance(value, RawJson):
         if len(value.text) > MAX_SMALL_BYTES:
@@ -113,10 +111,8 @@ def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def local_prefill_reason(
     endpoint: str, body: Mapping[str, Any], min_prompt_tokens: int = 0
 ) -> LocalPrefill | None:
-    """Reason why *body* cannot take the two steps, or None if it can.
-
-    Values of an unexpected type count as a reason: the decode engine then judges them itself.
-    """
+    """Reason why *body* cannot take two steps, or None. Values of an unexpected type count as one:
+    the decode engine judges them."""
     if not all(body.get(name) in (None, 1) for name in ("n", "best_of")):
         return LocalPrefill.SEVERAL_SAMPLES
     if body.get("use_beam_search"):
@@ -135,8 +131,7 @@ def local_prefill_reason(
 
 
 def prompt_of(endpoint: str | None, body: Mapping[str, Any]) -> Any:
-    """Content of a request's prompt, None if it has none; *endpoint* is None where a decode
-    engine answers alone."""
+    """The prompt, None if there is none. *endpoint*: None for direct ones."""
     return body.get({COMPLETIONS: "prompt", CHAT: "messages"}.get(endpoint or "", "input"))
 
 
@@ -162,12 +157,11 @@ def _is_count(value: Any) -> bool:
 def prefill_body(
     body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = (), key: str = ""
 ) -> dict[str, Any]:
-    """Body for the prefill engine: the same prompt, one token that nobody will see. *places*: the
-    side channels of engines that may have some of its blocks.
+    """Body for the prefill engine: the same prompt, and one token. *places*: side channels that may
+    offer blocks.
 
-    All else stays, so that a request an engine would refuse is refused here, before any block is
-    kept for it: the client's own limits, too, for an engine that takes a *key*, since it ends with
-    one token whatever they are.
+    All else stays, so that what an engine refuses is refused here: for an engine with a *key* the
+    client's own limits, too.
     """
     step = dict(body) if key else _of_one_token(body)
     if body.get("stream"):
@@ -193,10 +187,8 @@ def _of_one_token(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Body for the decode engine: the client's request and the prefill engine's answer."""
     return {**body, "kv_transfer_params": {**_own_params(body), **kv_transfer_params}}
 
 
 def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The client's own; see `checked_body`."""
     return body.get("kv_transfer_params") or {}

@@ -1,4 +1,4 @@
-"""Asking the engines: which one, how long to wait, and what counts as whose failure."""
+"""Asking the engines: which one, for how long, and whose failure it is."""
 
 import asyncio
 import logging
@@ -39,14 +39,14 @@ logger = logging.getLogger("vllm.commext.proxy")
 T = TypeVar("T")
 PICK_INTERVAL_SECONDS = 0.05
 _MAX_FETCHES = 8
-"""Questions about engines themselves that are asked at a time; others wait for their turn."""
+"""Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """An engine's whole answer to a prefill step. key, job: what has it released and forgotten."""
+    """A prefill's answer. key, job: to release and to forget it."""
 
     engine: Engine
     answer: Mapping[str, Any]
@@ -55,22 +55,18 @@ class Prefilled:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Parameters for the decode engine; None if the engine returned none."""
         return self.answer.get("kv_transfer_params") or None
 
     @property
     def cached_tokens(self) -> int | None:
-        """Cached tokens that the decode engine is to tell of; None where it does not say."""
         cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
         return cached if isinstance(cached, int) else None
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Request to an engine. tokens: about how many the prompt has. is_stream: the answer is
-    asked for in pieces. prefix: what engines are remembered by. losses: the request's. plan: where
-    it is to go, if that is planned. edit: what leaves out of an answer's first events what the
-    client has not asked for."""
+    """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
+    edit: removes from its first events what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -84,23 +80,20 @@ class Payload:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine that is to answer reads the prompt's KV blocks from another one."""
         params = self.body.get("kv_transfer_params") or {}
         return bool(params.get("do_remote_prefill") or params.get("reuse_from"))
 
     @property
     def streams(self) -> bool | None:
-        """Whether a completion's answer is to be a stream; None where its engine says."""
         asked = self.body.get("stream") or False
         return asked if self.path in ENDPOINTS and isinstance(asked, bool) else None
 
     @cached_property
     def pieces(self) -> Sequence[bytes | memoryview]:
-        """The body's JSON, made when an engine is asked."""
         return encode(self.body)
 
     def content(self) -> bytes | AsyncIterator[bytes]:
-        """Bytes for one sending, or windows of them where they are many."""
+        """Bytes, or windows of many."""
         if self.num_bytes <= MAX_JOINED_BYTES:
             return b"".join(self.pieces)
         return self._windows()
@@ -117,11 +110,8 @@ class Payload:
 
 
 def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
-    """A session whose connections are kept for less long than an engine keeps them.
-
-    So the engine hardly ever closes one at the moment when a request is on its way. An answer
-    that is given up takes its connection along, which is how an abort reaches the engine.
-    """
+    """Keep connections for less time than engines do, so that none closes under a request. An
+    answer that is given up takes its connection along, which aborts it at the engine."""
     connector = aiohttp.TCPConnector(
         limit=0, keepalive_timeout=config.keep_alive_seconds, ssl=engine_tls(config)
     )
@@ -130,8 +120,6 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
 
 
 class Upstream:
-    """The two steps, each with its bounds, its retries and its failures told apart."""
-
     def __init__(
         self,
         session: aiohttp.ClientSession,
@@ -155,9 +143,8 @@ class Upstream:
     async def prefill(
         self, payload: Payload, failed: Sequence[Engine], stream: Stream
     ) -> Prefilled:
-        """Step 1 on the best prefill engine, none of *failed*; on another one if that cannot be
-        reached or answers 5xx, unless the decode engine of *stream* goes on. Raises `ProxyError`,
-        at once if there is no engine."""
+        """First step: another engine is asked if one cannot be reached or answers 5xx, unless the
+        decode engine of *stream* goes on. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
             await self._take_turn(engine, payload, held, PREFILL)
@@ -186,11 +173,8 @@ class Upstream:
         failed: Sequence[Engine],
         on_ask: Callable[[Engine], None],
     ) -> Opened:
-        """Step 2: an answer that has begun, to be closed by the caller. Raises `ProxyError`.
-
-        Another engine is asked only while none could be connected to; one of *failed* only if
-        there is no other. *on_ask* is told of each that is asked.
-        """
+        """Second step: an answer that has begun, the caller's to close. Another engine is asked
+        while none can be connected to; one of *failed* last. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Opened:
             on_ask(engine)
@@ -209,8 +193,7 @@ class Upstream:
     async def fetch(
         self, method: str, path: str, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Answer of a decode engine, or of a prefill engine if none is healthy: status, those
-        headers that clients look at, and body."""
+        """Answer of any engine, decode engines first: status, headers, body."""
         seconds = self._config.health_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -269,8 +252,8 @@ class Upstream:
     async def _pick(
         self, pool: EnginePool, payload: Payload, tried: Sequence[Engine], wait_seconds: float
     ) -> tuple[Engine, int] | None:
-        """An engine not tried yet, and what it holds of the prompt. A role without any is given a
-        moment: after an outage, the engine is back before the next check tells."""
+        """An engine not tried yet, and the tokens it holds. A role without any gets *wait_seconds*:
+        an engine is back before its next check."""
         end = time.monotonic() + wait_seconds
         planned = payload.plan.engine(pool.role) if payload.plan is not None else None
         chosen: tuple[Engine, int] | None = None
@@ -288,8 +271,7 @@ class Upstream:
         return chosen
 
     async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
-        """Wait until an engine has nearly computed what it has been sent, where it is known that
-        it computes one prompt after the other."""
+        """Wait until an engine of one rank has nearly computed its prompts."""
         is_known = len(engine.capabilities.ranks) == 1
         if not is_known or not orders_prompts(self._config, self._decode_pool):
             return
@@ -306,7 +288,6 @@ class Upstream:
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int
     ) -> tuple[dict[str, Any], Job | None]:
-        """Step 1 on an engine that need not compute the *held* first tokens of the prompt."""
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
@@ -326,11 +307,9 @@ class Upstream:
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
     ) -> None:
-        """Raises `ProxyError` where the engine may not have taken it."""
         await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
-        """See `decode`; the engine need not compute the *held* first tokens of the prompt."""
         seconds = self._config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
@@ -360,7 +339,6 @@ class Upstream:
 
     @contextmanager
     def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[Job | None]:
-        """Have the policy of placement know of a prompt while *engine* computes it."""
         job, is_done = None, False
         if payload.tokens and reads_load(self._config, self._decode_pool):
             job = engine.load.ask(payload.tokens - held, held, time.monotonic())
@@ -374,8 +352,6 @@ class Upstream:
     def _expected(
         self, engine: Engine, payload: Payload, held: int
     ) -> tuple[Answer | None, Job | None]:
-        """Have the policy of placement know of an answer, and of its prompt where *engine* computes
-        that."""
         if not reads_load(self._config, self._decode_pool):
             return None, None
         now, load, plan = time.monotonic(), engine.load, payload.plan
