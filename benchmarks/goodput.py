@@ -42,10 +42,11 @@ from goodputs import contestants, plays, report
 from goodputs.contestants import NAMES, Contestant, limits_of
 from goodputs.engines import EngineSet, Setup, started, stop_all
 from goodputs.rounds import TRACE, Load, Rounds, Runner
+from goodputs.shapes import WORKLOADS
 from machine import load_average, machine
 
 from tests.kit.servers import Server
-from vllm_commext.bench.workload import MIXED, WORKLOADS
+from vllm_commext.bench.workload import MIXED
 
 STARTED = time.monotonic()
 STOP_SECONDS = 40.0

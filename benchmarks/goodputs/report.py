@@ -93,11 +93,30 @@ def _row(
     ]
 
 
+def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:
+    """The largest rate at which *share* of the requests are good, between measured ones by a
+    straight line; and ``<`` or ``>=`` before a rate where all measured ones are above or below.
+
+    Args:
+        points: of rates and shares, at least one.
+    """
+    ordered = sorted(points)
+    before = ordered[0]
+    if before[1] < share:
+        return before[0], "<"
+    for rate, found in ordered[1:]:
+        if found < share:
+            rise = (before[1] - share) / (before[1] - found)
+            return before[0] + (rate - before[0]) * rise, ""
+        before = (rate, found)
+    return before[0], ">="
+
+
 def largest_rates(
     plays: Sequence[Play], workload: str, limits: Limits
 ) -> dict[str, tuple[float, str]]:
     """Of each contestant that counts under these limits, the largest rate at which `SHARE` of the
-    requests are good, as `figures.rate_within` has it."""
+    requests are good, as `rate_within` has it."""
     told = knowing(plays)
     points: dict[str, list[tuple[float, float]]] = {}
     for (name, rate), rounds in cells_of(plays).items():
@@ -106,7 +125,7 @@ def largest_rates(
                 share = _good(of, limits) / max(sum(map(len, of)), 1)
                 key = TOLD if contestant in told else contestant
                 points.setdefault(key, []).append((rate, share))
-    return {name: figures.rate_within(of, SHARE) for name, of in points.items()}
+    return {name: rate_within(of, SHARE) for name, of in points.items()}
 
 
 def _largest(

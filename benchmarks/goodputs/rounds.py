@@ -10,6 +10,7 @@ from pathlib import Path
 
 from goodputs.contestants import Contestant
 from goodputs.plays import Play
+from goodputs.shapes import WORKLOADS
 from tests.kit.metrics import scrape
 from tests.kit.servers import Server
 from vllm_commext.bench import client, figures, workload
@@ -41,7 +42,7 @@ class Load:
         if name == TRACE and self.trace_file:
             found = workload.at_rate(workload.read_trace(self.trace_file), rate, seconds)
         else:
-            found = workload.make(name, rate, seconds, self.seed)
+            found = WORKLOADS[name](rate, seconds, self.seed)
         return workload.scaled(found, self.factor, self.most)
 
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from goodputs import shapes
 from goodputs.hindsight import best_share
 from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 from vllm_commext.bench.figures import QUANTILES, quantile
-from vllm_commext.bench.workload import CONVERSATION, MIXED, make
+from vllm_commext.bench.workload import MIXED
 from vllm_commext.limits import Limits
 
 PAIR = (Hardware(), Hardware())
@@ -27,8 +28,8 @@ SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 GOOD = 0.9
 STEPS = 7
 NUM_TRIES = 600
-WORKLOADS = (MIXED, CONVERSATION, "document", "short")
-SATURATION = {MIXED: 15.0, CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
+WORKLOADS = (MIXED, shapes.CONVERSATION, "document", "short")
+SATURATION = {MIXED: 15.0, shapes.CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
 """Requests a second that two engines could take without any limit, about."""
 Build = Callable[[Sequence[Hardware], Limits], Policy]
 Seeds = Sequence[int]
@@ -67,7 +68,7 @@ def play(
     """The requests of one run a seed, those of its first seconds left out."""
     found: list[Request] = []
     for seed in seeds:
-        arrivals = make(workload, rate, seconds, seed)
+        arrivals = shapes.WORKLOADS[workload](rate, seconds, seed)
         requests = Simulation(hardware, arrivals, build(hardware), turns).run()
         found += [one for one in requests if one.arrival.at >= warm_seconds]
     return found
@@ -127,7 +128,7 @@ def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, li
     arrivals = [
         (replace(one, at=one.at + begin), rate if begin else 0.0)
         for begin, rate, length in loads
-        for one in make(MIXED, rate, length, 1)
+        for one in shapes.WORKLOADS[MIXED](rate, length, 1)
     ]
     policy = CONTESTANTS[way](PAIR, Limits(0.015, 1.0))
     requests = Simulation(PAIR, [one for one, _ in arrivals], policy).run()
@@ -224,7 +225,7 @@ def turns_told(job: tuple[str, str, float, Limits, Seeds]) -> str:
 def hindsight(job: tuple[str, float, Limits, int]) -> str:
     """Of one seed the share in time of each contestant, and of the best placement found."""
     workload, rate, limits, seed = job
-    arrivals = make(workload, rate, SECONDS, seed)
+    arrivals = shapes.WORKLOADS[workload](rate, SECONDS, seed)
     runs = [Simulation(PAIR, arrivals, build(PAIR, limits)).run() for build in CONTESTANTS.values()]
     counted = [[one for one in run if one.arrival.at >= WARM_SECONDS] for run in runs]
     shares = [sum(one.is_good(limits) for one in run) / len(run) for run in counted]
@@ -251,7 +252,7 @@ def print_turns(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     names = ("replicas", "fixed", "adaptive")
     cells = [
         (workload, rate, Limits(tpot, 1.0))
-        for workload, rates in ((CONVERSATION, (1.5, 3.0)), ("agentic", (8.0, 14.0)))
+        for workload, rates in ((shapes.CONVERSATION, (1.5, 3.0)), ("agentic", (8.0, 14.0)))
         for rate in rates
         for tpot in (0.012, 0.025)
     ]

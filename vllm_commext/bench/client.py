@@ -46,7 +46,7 @@ class Events:
         return self._counted or self._num_events
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes that came at an instant."""
+        """Take in bytes that came at an instant."""
         *lines, self._held = (self._held + data).split(b"\n")
         num_events = self._num_events
         for line in lines:
@@ -108,31 +108,12 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
         return _headers(self.api_key)
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a load is: seconds since its start, and requests."""
-
-    seconds: float
-    num_sent: int
-    num_ended: int
-    num_failed: int
-    num_all: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.seconds:.0f} s: {self.num_sent} of {self.num_all} sent, {self.num_ended} "
-            f"ended, {self.num_failed} failed"
-        )
-
-
-@dataclass(frozen=True)
 class Played:
-    """What a load has shown, a sample a request, and by how many seconds the client itself was
-    late at most."""
+    """A sample of each request, and by how many seconds the client itself was late at most."""
 
     samples: list[Sample]
     late: float
@@ -159,14 +140,7 @@ async def find(url: str, *, vocab_size: int = 0, api_key: str = "") -> Endpoint:
             response.raise_for_status()
             card = (await response.json(content_type=None))["data"][0]
             model, max_tokens = str(card["id"]), int(card.get("max_model_len") or 0)
-    except (
-        aiohttp.ClientError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise EndpointError(
             f"{url}/v1/models: expected a list of models within {QUESTION_SECONDS:g} s, got "
             f"{_told(error)}"
@@ -187,7 +161,7 @@ async def play(
     bodies: Sequence[bytes],
     *,
     wait_seconds: float,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Played:
     """Send every body at its arrival's time; wait so long for answers after the last one.
 
@@ -240,14 +214,15 @@ class _Load:
                 await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         return Played([self._sample(place) for place in range(len(self._arrivals))], self._late)
 
-    async def watch(self, progress: Callable[[Progress], None]) -> None:
-        """Tell how far it is, every two seconds."""
+    async def watch(self, progress: Callable[[str], None]) -> None:
+        """Say how far it is, every two seconds."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            ended = list(self._ended.values())
-            num_failed = sum(bool(one.error) for one in ended)
-            seconds = time.perf_counter() - self._begin
-            progress(Progress(seconds, self._num_sent, len(ended), num_failed, len(self._arrivals)))
+            num_failed = sum(bool(one.error) for one in self._ended.values())
+            progress(
+                f"{time.perf_counter() - self._begin:.0f} s: {self._num_sent} of "
+                f"{len(self._arrivals)} sent, {len(self._ended)} ended, {num_failed} failed"
+            )
 
     def _sample(self, place: int) -> Sample:
         late = f"not ended within {self._wait_seconds:g} s of the last request's time"
@@ -283,7 +258,7 @@ class _Load:
 
 
 async def _read(response: aiohttp.ClientResponse, events: Events) -> str:
-    """What went wrong, or nothing."""
+    """Read an answer; return why it failed, or nothing."""
     if response.status != 200:
         text = (await response.text(errors="replace"))[:ERROR_CHARACTERS]
         return f"HTTP {response.status}: {' '.join(text.split())}"

@@ -1,4 +1,4 @@
-"""What the requests of a load show: percentiles, goodput, and which of two is better.  Pure.
+"""Percentiles and goodput of a load's requests, and the verdict on two servers.  Pure.
 
 Seconds throughout.  A request is good within limits on its time per output token and on its time
 to the first one; one that failed never is.
@@ -22,8 +22,7 @@ class Sample:
     """One request, its times counted from the moment it was to be sent.
 
     at: that moment, from the load's start; first, last: to these tokens; gap: the longest time
-    between two events; error: why it failed, or empty; placement: how our proxy says that it placed
-    the request, and what it expected of it.
+    between two events; error: why it failed, or empty; placement: our proxy's header of that name.
     """
 
     at: float
@@ -41,7 +40,6 @@ class Sample:
         return (self.last - self.first) / max(self.output_tokens - 1, 1)
 
     def is_good(self, limits: Limits) -> bool:
-        """Whether it ended within the limits."""
         return not self.error and limits.allow(self.tpot, self.first)
 
 
@@ -79,33 +77,14 @@ def tokens_per_second(samples: Round) -> float:
 
 
 def errors(samples: Round) -> Mapping[str, int]:
-    """How many failed of each reason, the most frequent first."""
+    """Count failures by reason, the most frequent first."""
     return dict(Counter(one.error for one in samples if one.error).most_common())
 
 
 def placements(samples: Round) -> Mapping[str, int]:
-    """How many were placed in each way, the most frequent first."""
+    """Count placements by kind, the most frequent first."""
     kinds = (one.placement.partition(" ")[0].strip(";,") for one in samples if one.placement)
     return dict(Counter(kinds).most_common())
-
-
-def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:
-    """The largest rate at which *share* of the requests are good, between measured ones by a
-    straight line; and ``<`` or ``>=`` before a rate where all measured ones are above or below.
-
-    Args:
-        points: of rates and shares, at least one.
-    """
-    ordered = sorted(points)
-    before = ordered[0]
-    if before[1] < share:
-        return before[0], "<"
-    for rate, found in ordered[1:]:
-        if found < share:
-            rise = (before[1] - share) / (before[1] - found)
-            return before[0] + (rate - before[0]) * rise, ""
-        before = (rate, found)
-    return before[0], ">="
 
 
 @dataclass(frozen=True)
@@ -133,7 +112,6 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is more than noise."""
         away = max(self.ratio, 1 / self.ratio if self.ratio else math.inf) - 1
         is_more_than_few = abs(self.good[1] - self.good[0]) > FEW * self.rounds
         return self.noise is not None and away > self.noise and is_more_than_few
@@ -153,7 +131,7 @@ def compare(first: Sequence[Round], second: Sequence[Round], limits: Limits) -> 
 
 
 def spread(counts: Sequence[float]) -> float:
-    """How much larger the largest is than the smallest, as a share."""
+    """By how much the largest exceeds the smallest, as a share of it."""
     if max(counts) == min(counts):
         return 0.0
     return max(counts) / min(counts) - 1 if min(counts) else math.inf

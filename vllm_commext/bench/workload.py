@@ -2,8 +2,7 @@
 or those of a trace; and their bodies, with prompts of random tokens.
 
 The first ``shared_tokens`` tokens of a prompt are the beginning of its group's one sequence, the
-rest is the request's own.  So what a server may hold of a prompt already is the longest such
-beginning that has gone out before: see `held_tokens`.
+rest is the request's own.
 
 Traces are Mooncake's: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length`` and
 ``hash_ids``, one for each 512 tokens of the prompt.  Equal hash ids at the beginning of two prompts
@@ -17,15 +16,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_commext.errors import ConfigError
-
-LEFT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,34 +50,12 @@ class Draw:
     most: int
 
     def tokens(self, dice: random.Random) -> int:
-        """One number."""
         drawn = dice.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
         return min(max(round(drawn), self.least), self.most)
 
 
-@dataclass(frozen=True)
-class Conversations:
-    """Prompts that grow by turns.
-
-    A turn repeats the prompt before, adds as many tokens as that had for an answer, and new ones.
-    Each arrival continues a conversation with probability 1 - 1 / ``turns`` where one is there
-    whose last turn is ``pause`` to ``pause`` + `LEFT_SECONDS` ago and which stays within ``most``
-    tokens.
-    """
-
-    first: Draw
-    added: Draw
-    output: Draw
-    turns: float
-    pause: float
-    most: int
-
-
-@dataclass
-class _Conversation:
-    group: int
-    ready_at: float
-    next_tokens: int
+Shape = Callable[[float, float, int], list[Arrival]]
+"""Arrivals of a rate (requests a second), a duration (seconds) and a seed."""
 
 
 def poisson_times(rate: float, seconds: float, dice: random.Random) -> list[float]:
@@ -93,7 +68,7 @@ def poisson_times(rate: float, seconds: float, dice: random.Random) -> list[floa
     return times
 
 
-def _single(prompt: Draw, output: Draw) -> "Shape":
+def _single(prompt: Draw, output: Draw) -> Shape:
     def draw(rate: float, seconds: float, seed: int) -> list[Arrival]:
         dice = random.Random(seed)
         return [
@@ -104,76 +79,12 @@ def _single(prompt: Draw, output: Draw) -> "Shape":
     return draw
 
 
-def _turns(shape: Conversations) -> "Shape":
-    def draw(rate: float, seconds: float, seed: int) -> list[Arrival]:
-        dice = random.Random(seed)
-        open_ones: list[_Conversation] = []
-        arrivals: list[Arrival] = []
-        num_groups = 0
-        for at in poisson_times(rate, seconds, dice):
-            open_ones = [one for one in open_ones if one.ready_at > at - LEFT_SECONDS]
-            ready = [one for one in open_ones if one.ready_at <= at]
-            if ready and dice.random() >= 1 / shape.turns:
-                one = dice.choice(ready)
-            else:
-                one = _Conversation(num_groups, at, shape.first.tokens(dice))
-                num_groups += 1
-                open_ones.append(one)
-            tokens, output = one.next_tokens, shape.output.tokens(dice)
-            arrivals.append(Arrival(at, tokens, output, one.group, tokens))
-            one.ready_at = at + shape.pause
-            one.next_tokens = tokens + output + shape.added.tokens(dice)
-            if one.next_tokens > shape.most:
-                open_ones.remove(one)
-        return arrivals
-
-    return draw
-
-
-Shape = Callable[[float, float, int], list[Arrival]]
-"""Arrivals of a rate (requests a second), a duration (seconds) and a seed."""
-MIXED, CONVERSATION = "mixed", "conversation"
+MIXED = "mixed"
 WORKLOADS: Mapping[str, Shape] = {
     MIXED: _single(Draw(4000, 1.0, 256, 16000), Draw(160, 0.7, 16, 512)),
-    # Mooncake's conversation trace: 12,035 tokens in, 343 out, 37 % of its blocks seen before.
-    CONVERSATION: _turns(
-        Conversations(
-            first=Draw(11400, 1.0, 256, 32000),
-            added=Draw(2200, 0.7, 32, 8000),
-            output=Draw(343, 0.6, 16, 1024),
-            turns=1.8,
-            pause=5.0,
-            most=32000,
-        )
-    ),
     "document": _single(Draw(8000, 0.0, 1, 8000), Draw(256, 0.0, 1, 256)),
-    "agentic": _turns(
-        Conversations(
-            first=Draw(6000, 0.3, 1000, 16000),
-            added=Draw(400, 0.7, 16, 4000),
-            output=Draw(120, 0.6, 16, 512),
-            turns=12.0,
-            pause=2.0,
-            most=32000,
-        )
-    ),
     "short": _single(Draw(512, 0.0, 1, 512), Draw(128, 0.0, 1, 128)),
 }
-
-
-def make(name: str, rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Arrivals of one of `WORKLOADS`, the same for the same arguments.
-
-    Raises:
-        ConfigError: no such workload, or a rate or duration that is not above zero.
-    """
-    if name not in WORKLOADS:
-        raise ConfigError(f"workload: expected one of {sorted(WORKLOADS)}, got {name!r}")
-    if not (0 < rate < math.inf and 0 < seconds < math.inf):
-        raise ConfigError(
-            f"expected a rate and a duration above zero, got {rate} requests/s for {seconds} s"
-        )
-    return WORKLOADS[name](rate, seconds, seed)
 
 
 def scaled(arrivals: Sequence[Arrival], factor: float, most: int) -> list[Arrival]:
@@ -189,17 +100,6 @@ def scaled(arrivals: Sequence[Arrival], factor: float, most: int) -> list[Arriva
         prompt = size(one.prompt_tokens, most - output)
         shared = min(round(one.shared_tokens * factor), prompt)
         found.append(replace(one, prompt_tokens=prompt, output_tokens=output, shared_tokens=shared))
-    return found
-
-
-def held_tokens(arrivals: Sequence[Arrival]) -> list[int]:
-    """For each arrival, the tokens at its beginning that have gone out before it."""
-    longest: dict[int, int] = {}
-    found: list[int] = []
-    for one in arrivals:
-        shared = one.shared_tokens if one.group >= 0 else 0
-        found.append(min(shared, longest.get(one.group, 0)))
-        longest[one.group] = max(longest.get(one.group, 0), shared)
     return found
 
 
@@ -249,17 +149,37 @@ def _body(model: str, prompt: bytes, output_tokens: int) -> bytes:
     return json.dumps(options).encode()[:-1] + b', "prompt": [' + prompt + b"]}"
 
 
+CHUNK_TOKENS = 16
+"""Tokens of a hash id in the traces of ``vllm bench serve``, by default."""
+
+
+def timed_trace(arrivals: Sequence[Arrival]) -> str:
+    """JSON lines for ``vllm bench serve --dataset-name timed_trace``, times in seconds.
+
+    What prompts share is cut to whole chunks.
+    """
+    ids: dict[tuple[int, int, int], int] = {}
+    lines: list[str] = []
+    for place, one in enumerate(arrivals):
+        shared = one.shared_tokens // CHUNK_TOKENS if one.group >= 0 else 0
+        chunks = range(-(-one.prompt_tokens // CHUNK_TOKENS))
+        keys = [(_GROUPS, one.group, n) if n < shared else (_OWN, place, n) for n in chunks]
+        line = {"timestamp": one.at, "input_length": one.prompt_tokens}
+        line |= {"output_length": one.output_tokens}
+        lines.append(json.dumps({**line, "hash_ids": [ids.setdefault(k, len(ids)) for k in keys]}))
+    return "\n".join(lines) + "\n"
+
+
 BLOCK_TOKENS = 512
 _FIELDS = ("timestamp", "input_length", "output_length")
 _ROOT = -1
 
 
-@dataclass
-class _Line:
+class _Line(NamedTuple):
     at: float
     prompt_tokens: int
     output_tokens: int
-    hash_ids: list[int] = field(default_factory=list[int])
+    hash_ids: list[int]
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -269,13 +189,11 @@ def read_trace(path: Path) -> list[Arrival]:
         ConfigError: names the file, the line and what was expected.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected a trace of JSON lines, got {error}") from error
-    try:
-        return parse_trace(text.splitlines())
+        return parse_trace(path.read_text(encoding="utf-8").splitlines())
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a trace of JSON lines, got {error}") from error
 
 
 def parse_trace(lines: Iterable[str]) -> list[Arrival]:
@@ -292,37 +210,35 @@ def at_rate(arrivals: Sequence[Arrival], rate: float, seconds: float) -> list[Ar
     much of it as comes within *seconds*."""
     span = arrivals[-1].at
     own_rate = (len(arrivals) - 1) / span if span else rate
-    factor = own_rate / rate
-    stretched = [replace(one, at=one.at * factor) for one in arrivals]
+    stretched = [replace(one, at=one.at * own_rate / rate) for one in arrivals]
     return [one for one in stretched if one.at < seconds]
 
 
 def _line(number: int, text: str) -> _Line:
+    def refuse(expected: str) -> ConfigError:
+        return ConfigError(f"line {number}: {expected}")
+
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"line {number}: expected a JSON object, got {error}") from error
+        raise refuse(f"expected a JSON object, got {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"line {number}: expected a JSON object, got {text[:40]!r}")
-    values = [_number(number, content, name) for name in _FIELDS]
+        raise refuse(f"expected a JSON object, got {text[:40]!r}")
+    for name in _FIELDS:
+        value: Any = content.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+            raise refuse(f"{name}: expected a number from 0 on, got {value!r}")
     hash_ids = content.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(one) is int for one in hash_ids):
-        raise ConfigError(f"line {number}: hash_ids: expected a list of integers")
-    prompt, output = (max(round(value), 1) for value in values[1:])
+        raise refuse("hash_ids: expected a list of integers")
+    at, prompt, output = (content[name] for name in _FIELDS)
+    prompt, output = (max(round(tokens), 1) for tokens in (prompt, output))
     if len(hash_ids) > -(-prompt // BLOCK_TOKENS):
-        raise ConfigError(
-            f"line {number}: hash_ids: expected at most one for each {BLOCK_TOKENS} of "
-            f"{prompt} tokens, got {len(hash_ids)}"
+        raise refuse(
+            f"hash_ids: expected at most one for each {BLOCK_TOKENS} of {prompt} tokens, "
+            f"got {len(hash_ids)}"
         )
-    return _Line(values[0] / 1e3, prompt, output, hash_ids)
-
-
-def _number(number: int, content: dict[str, Any], name: str) -> float:
-    value: Any = content.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1e15:
-        raise ConfigError(f"line {number}: {name}: expected a number from 0 on, got {value!r}")
-    return float(value)
+    return _Line(at / 1e3, prompt, output, hash_ids)
 
 
 def _grouped(lines: Sequence[_Line]) -> list[Arrival]:
@@ -354,7 +270,6 @@ def _grouped(lines: Sequence[_Line]) -> list[Arrival]:
             tips[group] = path[kept - 1]
             owner |= dict.fromkeys(path[known:kept], group)
         shared = min(kept * BLOCK_TOKENS, line.prompt_tokens) if group >= 0 else 0
-        found.append(
-            Arrival(line.at - start, line.prompt_tokens, line.output_tokens, group, shared)
-        )
+        made = Arrival(line.at - start, line.prompt_tokens, line.output_tokens, group, shared)
+        found.append(made)
     return found

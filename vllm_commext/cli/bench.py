@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 HELP = "compare servers under open load: goodput within limits, beside the noise"
 
-WORKLOADS = ("agentic", "conversation", "document", "mixed", "short")
+WORKLOADS = ("document", "mixed", "short")
+GONE = ("agentic", "conversation")
 COLUMNS = ("endpoint", "first token ms", "TPOT ms", "longest gap ms", "tokens/s", "good", "failed")
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SCHEMA = 1
@@ -54,6 +55,14 @@ def _positive(text: str) -> float:
     return value
 
 
+def _workload(text: str) -> str:
+    if text in GONE:
+        raise argparse.ArgumentTypeError(
+            f"{text} is gone: --trace plays turns of your own, and benchmarks/goodput.py has it"
+        )
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``vllm-commext bench``."""
     add = parser.add_argument
@@ -65,9 +74,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a server or proxy, http://HOST:PORT; repeat it: the first one is what the others are "
         "compared with",
     )
-    add("--workload", choices=WORKLOADS, default="mixed", help="default: %(default)s")
+    add(
+        "--workload",
+        type=_workload,
+        choices=WORKLOADS,
+        default="mixed",
+        help="default: %(default)s",
+    )
     add(
         "--trace", type=Path, metavar="FILE", help="JSON lines as Mooncake's, instead of a workload"
+    )
+    add(
+        "--export-trace",
+        type=Path,
+        metavar="FILE",
+        help="also write the arrivals of a round there, for vllm bench serve --dataset-name "
+        "timed_trace",
     )
     add("--rate", type=_positive, default=2.0, help="requests a second; default: %(default)g")
     add("--seconds", type=_positive, default=30.0, help="of arrivals a round; default: %(default)g")
@@ -132,6 +154,8 @@ async def _run(args: argparse.Namespace) -> int:
         f"{turns * args.seconds / 60:.1f} to {turns * (args.seconds + args.wait) / 60:.1f} minutes",
         flush=True,
     )
+    if args.export_trace:
+        print(_export(args, contestants[0], arrivals), flush=True)
     late = await _measure(args, contestants, arrivals, _warm_up(args, arrivals))
     for line in table(contestants, limits):
         print(line)
@@ -151,13 +175,26 @@ def num_failed(one: Contestant) -> int:
     return sum(bool(sample.error) for of in one.rounds for sample in of)
 
 
+def _export(args: argparse.Namespace, one: Contestant, arrivals: "Sequence[Arrival]") -> str:
+    """Write a round's arrivals; returns the command that plays them."""
+    from vllm_commext.bench.workload import timed_trace
+
+    args.export_trace.write_text(timed_trace(arrivals))
+    return (
+        f"vllm bench serve --base-url {one.endpoint.url} --model {one.endpoint.model} "
+        f"--dataset-name timed_trace --dataset-path {args.export_trace} "
+        f"--num-prompts {len(arrivals)} --temperature 0 "
+        f"--goodput ttft:{args.ttft_ms:g} tpot:{args.tpot_ms:g}"
+    )
+
+
 def _arrivals(args: argparse.Namespace, most: int) -> "list[Arrival]":
     from vllm_commext.bench import workload
 
     if args.trace:
         made = workload.at_rate(workload.read_trace(args.trace), args.rate, args.seconds)
     else:
-        made = workload.make(args.workload, args.rate, args.seconds, args.seed)
+        made = workload.WORKLOADS[args.workload](args.rate, args.seconds, args.seed)
     if not made:
         raise ConfigError(f"no request comes within {args.seconds:g} s: raise --rate or --seconds")
     return workload.scaled(made, args.scale, most)
@@ -187,7 +224,7 @@ async def _measure(
             seed = (run_seed, number, place)
             made = bodies(chosen, one.endpoint.model, one.endpoint.vocab_size, seed)
 
-            def tell(progress: client.Progress, what: str = f"{what}, {one.name}") -> None:
+            def tell(progress: str, what: str = f"{what}, {one.name}") -> None:
                 print(f"{what}, {progress}", flush=True)
 
             played = await client.play(

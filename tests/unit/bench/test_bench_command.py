@@ -88,7 +88,7 @@ def test_the_table_ends_with_a_verdict(
     file = tmp_path / "found.json"
     options = ["--rate", "40", "--seconds", "0.5", "--rounds", "2", "--warm-up", "0.1"]
     options += ["--wait", "20", "--scale", "0.02", "--tpot-ms", "20000", "--ttft-ms", "20000"]
-    options += ["--json", str(file)]
+    options += ["--json", str(file), "--export-trace", str(tmp_path / "trace")]
     for name in names:
         options += ["--endpoint", urls[name]]
     assert main(["bench", *options]) == status
@@ -98,6 +98,8 @@ def test_the_table_ends_with_a_verdict(
     found = json.loads(file.read_text())
     assert [len(one["rounds"]) for one in found["endpoints"]] == [2] * len(names)
     assert len(found["verdicts"]) == len(names) - 1
+    lines = (tmp_path / "trace").read_text().splitlines()
+    assert f"--dataset-path {tmp_path / 'trace'} --num-prompts {len(lines)} " in text
 
 
 def test_a_server_that_only_fails_is_an_error(
@@ -111,6 +113,12 @@ def test_a_server_that_only_fails_is_an_error(
 def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--endpoint", "http://127.0.0.1:9"]) == 2
     assert "http://127.0.0.1:9/v1/models: expected" in capsys.readouterr().err
+
+
+def test_a_workload_that_is_gone_is_told_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--endpoint", "http://127.0.0.1:9", "--workload", "agentic"])
+    assert "agentic is gone: --trace plays turns of your own" in capsys.readouterr().err
 
 
 def test_the_page_has_the_defaults() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from goodputs import shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.bench import client, figures
 from vllm_commext.bench.client import Events
-from vllm_commext.bench.workload import Arrival, bodies, make, scaled
+from vllm_commext.bench.workload import Arrival, bodies, scaled
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PART = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]}
@@ -167,7 +168,7 @@ def test_how_a_stream_is_cut_does_not_matter(cuts: list[int], num_parts: int) ->
 
 def test_prompts_share_what_their_group_says_and_nothing_else() -> None:
     arrivals = [
-        *scaled(make("agentic", 5, 10, 1), 0.01, 200),
+        *scaled(shapes.WORKLOADS["agentic"](5, 10, 1), 0.01, 200),
         Arrival(11, 40, 1, 0, 30),
         Arrival(12, 40, 1, 0, 30),
     ]

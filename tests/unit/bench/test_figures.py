@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+from goodputs import report
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_failed_requests_count_in_no_figure_but_their_own() -> None:
 def test_the_rate_at_which_enough_are_good(
     points: list[tuple[float, float]], rate: float, sign: str
 ) -> None:
-    assert figures.rate_within(points, 0.9) == (pytest.approx(rate), sign)
+    assert report.rate_within(points, 0.9) == (pytest.approx(rate), sign)
 
 
 def rounds(*good: int, of: int = 100) -> list[list[Sample]]:

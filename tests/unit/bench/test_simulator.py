@@ -9,7 +9,7 @@ from goodputs.hindsight import best_share
 from goodputs.policies import Adaptive, Fixed, Knowing, Replicas, Silent
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 
-from vllm_commext.bench.workload import MIXED, Arrival, make
+from vllm_commext.bench.workload import MIXED, WORKLOADS, Arrival
 from vllm_commext.limits import Limits
 
 LIMITS = Limits(0.015, 1.0)
@@ -81,7 +81,7 @@ def test_every_request_ends_and_each_run_is_the_same(build: type[Policy]) -> Non
 
     def run() -> list[tuple[float, float, int, int]]:
         policy = build(hardware, LIMITS) if issubclass(build, Adaptive) else build(hardware)
-        requests = Simulation(hardware, make(MIXED, 8.0, 12.0, 3), policy).run()
+        requests = Simulation(hardware, WORKLOADS[MIXED](8.0, 12.0, 3), policy).run()
         assert all(one.tokens == one.arrival.output_tokens for one in requests)
         return [(one.first, one.end, one.prefill, one.decode) for one in requests]
 
@@ -90,7 +90,7 @@ def test_every_request_ends_and_each_run_is_the_same(build: type[Policy]) -> Non
 
 def test_engines_that_go_lose_what_has_begun_alone() -> None:
     turns = [Turn(2.0, 0, False), Turn(4.0, 0, True)]
-    arrivals = make(MIXED, 6.0, 10.0, 5)
+    arrivals = WORKLOADS[MIXED](6.0, 10.0, 5)
     requests = Simulation(simulated.PAIR, arrivals, Adaptive(simulated.PAIR, LIMITS), turns).run()
     lost = [one for one in requests if math.isinf(one.end)]
     assert all(one.tokens > 0 and one.num_losses == 1 for one in lost)

@@ -4,18 +4,12 @@ import json
 from itertools import takewhile
 
 import pytest
+from goodputs.shapes import AGENTIC, CONVERSATION, WORKLOADS, held_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.bench import workload
-from vllm_commext.bench.workload import (
-    CONVERSATION,
-    WORKLOADS,
-    Arrival,
-    held_tokens,
-    make,
-    scaled,
-)
+from vllm_commext.bench.workload import Arrival, scaled, timed_trace
 from vllm_commext.errors import ConfigError
 
 names = st.sampled_from(sorted(WORKLOADS))
@@ -26,8 +20,8 @@ seeds = st.integers(0, 1 << 30)
 def test_arrivals_are_in_order_and_the_same_for_a_seed(
     name: str, rate: float, seconds: float, seed: int
 ) -> None:
-    found = make(name, rate, seconds, seed)
-    assert found == make(name, rate, seconds, seed)
+    found = WORKLOADS[name](rate, seconds, seed)
+    assert found == WORKLOADS[name](rate, seconds, seed)
     assert [one.at for one in found] == sorted(one.at for one in found)
     assert all(0 < one.at < seconds for one in found)
     assert all(one.prompt_tokens >= 1 and one.output_tokens >= 1 for one in found)
@@ -40,7 +34,7 @@ def test_arrivals_are_in_order_and_the_same_for_a_seed(
 def test_scaling_keeps_times_groups_and_bounds(
     name: str, seed: int, factor: float, most: int
 ) -> None:
-    before = make(name, 4, 20, seed)
+    before = WORKLOADS[name](4, 20, seed)
     after = scaled(before, factor, most)
     assert [(one.at, one.group) for one in before] == [(one.at, one.group) for one in after]
     assert all(one.prompt_tokens + one.output_tokens <= most for one in after)
@@ -53,25 +47,19 @@ def test_scaling_keeps_times_groups_and_bounds(
         ("mixed", (3600, 3900), (150, 160), (0, 0)),
         (CONVERSATION, (10500, 12500), (320, 350), (0.33, 0.43)),
         ("document", (8000, 8000), (256, 256), (0, 0)),
-        ("agentic", (9000, 13000), (115, 125), (0.85, 0.95)),
+        (AGENTIC, (9000, 13000), (115, 125), (0.85, 0.95)),
         ("short", (512, 512), (128, 128), (0, 0)),
     ],
 )
 def test_a_workload_has_the_means_that_it_says(
     name: str, prompt: tuple[int, int], output: tuple[int, int], held: tuple[float, float]
 ) -> None:
-    found = make(name, 4, 3000, 1)
+    found = WORKLOADS[name](4, 3000, 1)
     total = sum(one.prompt_tokens for one in found)
     assert 11500 < len(found) < 12500
     assert prompt[0] <= total / len(found) <= prompt[1]
     assert output[0] <= sum(one.output_tokens for one in found) / len(found) <= output[1]
     assert held[0] <= sum(held_tokens(found)) / total <= held[1]
-
-
-def test_wrong_arguments_are_refused() -> None:
-    for name, rate, seconds in (("none", 1, 1), ("mixed", 0, 1), ("mixed", 1, float("inf"))):
-        with pytest.raises(ConfigError, match="expected"):
-            make(name, rate, seconds, 1)
 
 
 # --- Mooncake's traces --------------------------------------------------------------------------
@@ -116,6 +104,23 @@ def test_conversations_that_begin_alike_keep_what_they_share() -> None:
     assert held_tokens(workload.parse_trace(lines_of(ids))) == [
         512 * blocks for blocks in (0, 0, 4, 1, 5, 6)
     ]
+
+
+@given(names, seeds)
+def test_an_exported_trace_shares_what_the_arrivals_share(name: str, seed: int) -> None:
+    arrivals = scaled(WORKLOADS[name](4, 5, seed), 0.1, 4000)
+    found = [*map(json.loads, timed_trace(arrivals).splitlines())]
+    for place, (line, one) in enumerate(zip(found, arrivals, strict=True)):
+        assert line["timestamp"] == one.at
+        assert (line["input_length"], line["output_length"]) == (
+            one.prompt_tokens,
+            one.output_tokens,
+        )
+        assert len(line["hash_ids"]) == -(-one.prompt_tokens // workload.CHUNK_TOKENS)
+        for before, other in zip(found[:place], arrivals[:place], strict=True):
+            shared = min(one.shared_tokens, other.shared_tokens) if one.group == other.group else 0
+            common = common_blocks(before["hash_ids"], line["hash_ids"])
+            assert common == shared // workload.CHUNK_TOKENS
 
 
 @pytest.mark.parametrize(

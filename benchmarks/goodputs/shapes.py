@@ -1,0 +1,94 @@
+"""Workloads whose prompts grow by turns, beside those of ``vllm-commext bench``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_commext.bench import workload
+from vllm_commext.bench.workload import Arrival, Draw, Shape, poisson_times
+
+LEFT_SECONDS = 60.0
+CONVERSATION, AGENTIC = "conversation", "agentic"
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Prompts that grow by turns.
+
+    A turn repeats the prompt before, adds as many tokens as that had for an answer, and new ones.
+    Each arrival continues a conversation with probability 1 - 1 / ``turns`` where one is there
+    whose last turn is ``pause`` to ``pause`` + `LEFT_SECONDS` ago and which stays within ``most``
+    tokens.
+    """
+
+    first: Draw
+    added: Draw
+    output: Draw
+    turns: float
+    pause: float
+    most: int
+
+    def draw(self, rate: float, seconds: float, seed: int) -> list[Arrival]:
+        """Arrivals, a group each conversation."""
+        dice = random.Random(seed)
+        open_ones: list[_Conversation] = []
+        arrivals: list[Arrival] = []
+        num_groups = 0
+        for at in poisson_times(rate, seconds, dice):
+            open_ones = [one for one in open_ones if one.ready_at > at - LEFT_SECONDS]
+            ready = [one for one in open_ones if one.ready_at <= at]
+            if ready and dice.random() >= 1 / self.turns:
+                one = dice.choice(ready)
+            else:
+                one = _Conversation(num_groups, at, self.first.tokens(dice))
+                num_groups += 1
+                open_ones.append(one)
+            tokens, output = one.next_tokens, self.output.tokens(dice)
+            arrivals.append(Arrival(at, tokens, output, one.group, tokens))
+            one.ready_at = at + self.pause
+            one.next_tokens = tokens + output + self.added.tokens(dice)
+            if one.next_tokens > self.most:
+                open_ones.remove(one)
+        return arrivals
+
+
+@dataclass
+class _Conversation:
+    group: int
+    ready_at: float
+    next_tokens: int
+
+
+WORKLOADS: Mapping[str, Shape] = {
+    **workload.WORKLOADS,
+    # Mooncake's conversation trace: 12,035 tokens in, 343 out, 37 % of its blocks seen before.
+    CONVERSATION: Conversations(
+        first=Draw(11400, 1.0, 256, 32000),
+        added=Draw(2200, 0.7, 32, 8000),
+        output=Draw(343, 0.6, 16, 1024),
+        turns=1.8,
+        pause=5.0,
+        most=32000,
+    ).draw,
+    AGENTIC: Conversations(
+        first=Draw(6000, 0.3, 1000, 16000),
+        added=Draw(400, 0.7, 16, 4000),
+        output=Draw(120, 0.6, 16, 512),
+        turns=12.0,
+        pause=2.0,
+        most=32000,
+    ).draw,
+}
+
+
+def held_tokens(arrivals: Sequence[Arrival]) -> list[int]:
+    """For each arrival, the tokens at its beginning that have gone out before it."""
+    longest: dict[int, int] = {}
+    found: list[int] = []
+    for one in arrivals:
+        shared = one.shared_tokens if one.group >= 0 else 0
+        found.append(min(shared, longest.get(one.group, 0)))
+        longest[one.group] = max(longest.get(one.group, 0), shared)
+    return found
