@@ -178,6 +178,17 @@ def crossing_table() -> Any:
     return Table(2, {}, "of the test", {"bfloat16": rows})
 
 
+def patched(communicator: type) -> list[str]:
+    """Methods of vLLM's class that are not its own, and what a patch leaves there."""
+    from vllm_commext.compat import allreduce
+    from vllm_commext.compat.monkey_patch import SENTINEL, original_of
+
+    methods = list(allreduce._METHODS)
+    own = {name: original_of(f"{allreduce.COMMUNICATOR}.{name}") for name in methods}
+    left = [SENTINEL] if SENTINEL in vars(communicator) else []
+    return [name for name in methods if getattr(communicator, name) is not own[name]] + left
+
+
 def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     """What becomes of a tensor-parallel communicator and of a norm in that case."""
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
@@ -197,6 +208,8 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     stage.gpu = "another GPU" if name == "unknown machine" else stage.gpu
     stage.multicast, stage.unlike = name == "multicast", name == "unlike"
     stage.kernel = name != "no kernel"
+    allreduce._patch()  # as where vLLM imports the class
+    assert is_patched(row_of(f"{allreduce.COMMUNICATOR}.all_reduce"))
     config, find_table = make_config(), creation.find_table
     ENGINES.get(name, unchanged)(config)
     if name == "crossing table":
@@ -224,6 +237,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
         "sum": made.all_reduce(rows[1])[0, 0].item(),
         "bytes": list(stage.bytes),
         "fused": served is not None,
+        "patched": patched(CudaCommunicator),
         "pass": is_patched(row_of(fused_pass.CONFIGURE)),
         "endpoints": config.compilation_config.compile_ranges_endpoints,
         "norm": norm is not None,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.contract.by_itself_rank import ENDPOINTS, HIDDEN, TOKENS
-from tests.contract.vllm_process import ranks
+from tests.contract.vllm_process import python_at_once, ranks
 from vllm_commext.allreduce import names
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -32,7 +32,8 @@ def cut(last_bytes: int) -> list[int]:
 
 
 def assert_untouched(case: dict[str, Any]) -> None:
-    """Nothing is made, no memory is taken, and vLLM compiles as it would."""
+    """Nothing is made, no memory is taken, vLLM's methods are its own and compile as they would."""
+    assert case["patched"] == []
     assert case["backends"] is None
     assert case["bytes"] == []
     assert not case["fused"]
@@ -48,12 +49,43 @@ def test_on_a_proven_host_ours_takes_part_where_it_is_first(found: Found, name: 
         assert case["choices"] == [names.VLLM, names.PUSH]
         assert case["bytes"] == [LARGEST]
         assert case["fused"]
+        assert "all_reduce" in case["patched"]
         assert case["pass"]
         assert case["norm"]
         assert case["endpoints"] == ENDPOINTS  # ours is first at every size of the built-in table
         lines = [line for line in case["log"] if "takes part by itself" in line]
         assert len(lines) == (rank == 0)
         assert not any(line.startswith(("WARNING", "ERROR")) for line in case["log"])
+
+
+PROCESS = """
+import multiprocessing, sys
+import torch
+from vllm_commext.compat import evidence
+evidence.require_proven_gpus = lambda _: None  # as on GPUs
+name, gpus = sys.argv[1], int(sys.argv[2])
+multiprocessing.current_process().name, torch.cuda.device_count = name, lambda: gpus
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from tests.contract.by_itself_rank import patched
+from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+print(patched(CudaCommunicator))
+"""
+
+
+def test_only_workers_that_may_have_a_peer_have_vllms_class_patched() -> None:
+    """`VllmWorker-N` is vLLM's name of a worker of its executor `mp`; at TP 1 the engine's process
+    runs the model itself."""
+    cases = (
+        ("VllmWorker-0", "2"),
+        ("EngineCore", "2"),
+        ("MainProcess", "8"),
+        ("VllmWorker-0", "1"),
+    )
+    worker, *others = python_at_once(PROCESS, cases, VLLM_COMMEXT_ALLREDUCE="auto")
+    assert "all_reduce" in worker.stdout.splitlines()[-1], worker
+    for done in others:
+        assert done.stdout.splitlines()[-1:] == ["[]"], done
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -3,17 +3,22 @@
 The class stays vLLM's own, for parts of vLLM compare it: four of its methods are patched. Each
 tensor-parallel communicator gets a dispatcher when it is made, asks it first in every all-reduce,
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's default dispatch.
+
+Under `auto` the methods are patched only in workers that may have a peer, and restored where their
+group gets no dispatcher.
 """
 
 import functools
 import importlib
 import inspect
 import logging
+import multiprocessing
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import evidence, group_facts
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
+from vllm_commext.compat import evidence, group_facts, hooks
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, restore, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -30,11 +35,13 @@ logger = logging.getLogger("vllm.commext.allreduce")
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 ATTRIBUTE = "_commext_allreduce"
 AUTO = "auto"
+ALONE = ("MainProcess", "EngineCore")  # processes whose names begin so run a model on one GPU
 PART, FUSED_NORM, FUSED_EAGER = "allreduce", "fused_norm", "fused_eager"
 MODULES = {
     FUSED_NORM: "vllm_commext.compat.fused_pass",
     FUSED_EAGER: "vllm_commext.compat.fused_eager",
 }
+_served: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators
 SELF_TEST_ROWS = (1, 32, 512)  # about both ends of a table
 
 
@@ -144,6 +151,14 @@ def _use_in_passes(policy: "FusedPolicy", facts: "Facts") -> None:
 def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
     name = communicator.unique_name or "unnamed"
+    try:
+        _attach_or_say(communicator, name, tcp_store_group)
+    finally:
+        if name.startswith("tp:") and is_by_itself() and not _served:
+            _restore()
+
+
+def _attach_or_say(communicator: Any, name: str, tcp_store_group: Any) -> None:
     if reason := why_not(communicator, tcp_store_group, is_by_itself()):
         logger.debug("commext: allreduce: not for group %s: %s", name, reason)
         return
@@ -175,6 +190,7 @@ def _attach(communicator: Any, name: str) -> None:
     if made is None:
         return
     vars(communicator)[ATTRIBUTE] = made
+    _served.add(communicator)
     try:
         steps = Collective.over(parts.cpu_group)
         if evidence.must_test_itself(PART):
@@ -224,6 +240,7 @@ def _give_back(communicator: Any) -> tuple[Any, Any]:
     fused_op.forget_group(communicator.unique_name)
     group_facts.forget(communicator.cpu_group)
     ours = vars(communicator).pop(ATTRIBUTE, None)
+    _served.discard(communicator)
     if ours is not None:
         ours.destroy()
     return ours, norm
@@ -297,7 +314,33 @@ def install() -> None:
 
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")
-    if is_patched(row_of(f"{COMMUNICATOR}.all_reduce")):
-        return
-    methods = {f"{COMMUNICATOR}.{name}": replace for name, replace in _METHODS.items()}
-    patch_all({symbol: replace(original_of(symbol)) for symbol, replace in methods.items()})
+    if is_by_itself():
+        hooks.when_imported(COMMUNICATOR.partition(":")[0], _patch_where_it_may_serve)
+    else:
+        _patch()
+
+
+def _patch_where_it_may_serve() -> None:
+    """Patch in a worker of vLLM's executor `mp` that sees two GPUs or more. What else it takes, the
+    ranks decide together when their group is made."""
+    import torch
+
+    from vllm_commext.allreduce.table.machine import is_refused
+
+    is_alone = multiprocessing.current_process().name.startswith(ALONE)
+    if not is_alone and torch.cuda.device_count() > 1 and not is_refused():
+        _patch()
+
+
+def _patch() -> None:
+    if not is_patched(row_of(f"{COMMUNICATOR}.all_reduce")):
+        methods = {f"{COMMUNICATOR}.{name}": replace for name, replace in _METHODS.items()}
+        patch_all({symbol: replace(original_of(symbol)) for symbol, replace in methods.items()})
+
+
+def _restore() -> None:
+    try:
+        for name in _METHODS:
+            restore(row_of(f"{COMMUNICATOR}.{name}"))
+    except UnsupportedError as error:  # ours then asks for a dispatcher that is not there
+        logger.debug("commext: allreduce: vLLM's methods stay wrapped: %s", error)
