@@ -3,8 +3,9 @@
 
 Two builds in different folders must give the same bytes (SOURCE_DATE_EPOCH is the last commit's
 time). Their contents are compared with the tree. Then both are installed without a C compiler in
-new environments of every Python from 3.11 to 3.13 on PATH, without CUDA and vLLM: importing, the
-doctor, a round trip through the native queue, and uninstalling. Exit status: 0, or 1 for a problem.
+new environments of every Python from 3.11 to 3.13 that runs here, without CUDA and vLLM:
+importing, the doctor, a round trip through the native queue, and uninstalling. Exit status: 0, or 1
+for a problem.
 """
 
 import argparse
@@ -127,6 +128,12 @@ def check_contents(sdist: Path, wheel: Path, version: str) -> list[str]:
     return found
 
 
+def runs(python: str) -> bool:
+    """Whether a command starts: pyenv's stand-ins for other versions are on PATH and do not."""
+    found = shutil.which(python)
+    return found is not None and subprocess.run([found, "-V"], capture_output=True).returncode == 0
+
+
 def check_installation(name: str, folder: Path, artefact: Path, version: str) -> str:
     """Install a file without a C compiler; empty where it works as far as it can."""
     run(f"python{name}", "-m", "venv", folder)
@@ -173,14 +180,14 @@ def make(out: Path, folder: Path) -> list[str]:
     for name, digest in digests([Path(shutil.copy(path, out)) for path in built]).items():
         print(f"{digest}  {out / name}")
     found = check_contents(sdist, wheel, version)
-    here = [name for name in PYTHONS if shutil.which(f"python{name}")]
+    here = [name for name in PYTHONS if runs(f"python{name}")]
     for name in here:
         for path in built:
             problem = check_installation(name, folder / f"{name}{path.suffix}", path, version)
             print(f"{'FAIL' if problem else 'ok':<5} Python {name} {path.name}", flush=True)
             found += [problem] * bool(problem)
     if not here:
-        raise WheelError(f"expected one of Python {', '.join(PYTHONS)} on PATH, found none")
+        raise WheelError(f"expected one of Python {', '.join(PYTHONS)} to run, found none")
     return found
 
 
