@@ -18,30 +18,9 @@ def say(text: object) -> None:
     sys.stdout.flush()
 
 
-def read_all(address: RingAddress, rank: int, num_records: int) -> None:
-    """Read and check records of `pattern`; say how many were right."""
-    reader = RingReader.attach(address, rank)
-    say("attached")
-    for number in range(num_records):
-        record = reader.read(timeout=60)
-        if record != pattern(number):
-            say(f"record {number} differs")
-            return
-    say(num_records)
-
-
 def pattern(number: int) -> bytes:
     length = (number * 7919) % 700 if (number + 1) % 50 else 20_000
     return number.to_bytes(8, "little") + bytes([number % 251]) * length
-
-
-def hang_reading(address: RingAddress, rank: int) -> None:
-    reader = RingReader.attach(address, rank)
-    say("attached")
-    try:
-        reader.read()
-    except RuntimeError as error:
-        say(f"{type(error).__name__}: {error}")
 
 
 def attach_and_sleep(address: RingAddress, rank: int) -> None:

@@ -7,8 +7,6 @@ other readers learn of its end from it. Some victims die before everyone has att
 is promised an error, and the next queue to be created removes what is left.
 """
 
-import argparse
-import multiprocessing
 import random
 import signal
 import sys
@@ -18,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from stress import SHAPE, arguments, start
+
 from vllm_commext.shm.queue import MessageQueue
 
-FORK = multiprocessing.get_context("fork")
-SHAPE: dict[str, Any] = {"max_chunk_bytes": 1 << 15, "max_chunks": 2}
 LIMIT_SECONDS = 2.0
 GIVE_UP_SECONDS = 20.0
 AT_ONCE = 8
@@ -69,13 +67,10 @@ class Group:
     killed: float = 0.0
     early: bool = False
 
-    def add(self, work: Any, *arguments: object) -> None:
-        ours, theirs = FORK.Pipe()
-        process = FORK.Process(target=work, args=(theirs, *arguments))
-        process.start()
-        theirs.close()
+    def add(self, work: Any, *given: object) -> None:
+        process, link = start(work, *given)
         self.processes.append(process)
-        self.links.append(ours)
+        self.links.append(link)
 
     def begin(self, rng: random.Random) -> None:
         n_readers = rng.randint(1, 3)
@@ -141,8 +136,5 @@ def run(rounds: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    given = parser.parse_args()
+    given = arguments(__doc__, "rounds").parse_args()
     run(given.rounds, given.seed)

@@ -3,14 +3,14 @@
 python tests/unit/shm/stress_fuzz.py --rounds 20000
 """
 
-import argparse
 import mmap
 import random
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+from stress import arguments
 
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.ring import PeerLostError, RingAddress, RingReader, RingWriter
@@ -69,10 +69,7 @@ def one_round(rng: random.Random) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    given = parser.parse_args()
+    given = arguments(__doc__, "rounds").parse_args()
     numbers = random.Random(given.seed)
     noticed = sum(one_round(numbers) for _ in range(given.rounds))
     sys.stdout.write(f"{given.rounds} rounds, seed {given.seed}: {noticed} times it was noticed\n")

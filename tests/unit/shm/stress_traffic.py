@@ -8,9 +8,7 @@ times for each number of readers one of them is stopped for a moment, or its sig
 out of whatever it is doing.
 """
 
-import argparse
 import gc
-import multiprocessing
 import os
 import random
 import signal
@@ -20,10 +18,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from stress import SHAPE, arguments, start
+
 from vllm_commext.shm.queue import MessageQueue
 
-FORK = multiprocessing.get_context("fork")  # 20 ms a process, not 500
-SHAPE: dict[str, Any] = {"max_chunk_bytes": 1 << 15, "max_chunks": 2}  # a ring of 64 KiB
 WAIT_SECONDS = 60
 POOL_SIZE = 1021
 FORK_EVERY = 5000
@@ -126,14 +124,6 @@ def read(link: Connection, rank: int, count: int, torment: bool) -> None:
     link.send((queue.counters(), taken))
 
 
-def start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=work, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 def torment_until_read(processes: list[Any], links: list[Connection], most: int) -> None:
     """At most so often, because a writer that is interrupted again and again may not finish."""
     rng = random.Random(11)
@@ -179,8 +169,7 @@ def run(n_readers: int, count: int, torment: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--messages", type=int, required=True, help="over all numbers of readers")
+    parser = arguments(__doc__, "messages")
     parser.add_argument("--torment", type=int, default=0, help="signals for each number of readers")
     given = parser.parse_args()
     for n in (1, 2, 3, 4):

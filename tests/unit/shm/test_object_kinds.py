@@ -117,12 +117,6 @@ def dense(**options: Any) -> Any:
     return torch.arange(LARGE, dtype=torch.float32, **options).reshape(90, 100)
 
 
-def attributed() -> Any:
-    tensor = dense()
-    tensor.unit = "m"
-    return tensor
-
-
 def inferred() -> Any:
     with torch.inference_mode():
         return dense()
@@ -143,29 +137,16 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "quantized, 4 bits": lambda: torch.quantize_per_channel(
         dense(), torch.full((90,), 0.5), torch.zeros(90), 0, torch.quint4x2
     ),
-    "transposed": lambda: dense().T,
-    "strided": lambda: dense()[:, ::2],
-    "cut": lambda: dense()[:, 5:9],
     "last": lambda: dense()[-1:, 9:],
-    "expanded": lambda: dense()[:, :1].expand(90, 50),
     "overlapping": lambda: torch.arange(9).as_strided((4, 3), (2, 1)),
     "channels last": lambda: torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last),
-    "no dimension": lambda: torch.tensor(1.5),
-    "empty": lambda: torch.zeros(0, 3),
     "empty, strided": lambda: torch.zeros(4, 0).T,
-    "gradient": lambda: dense(requires_grad=True).detach().requires_grad_(),
     "parameter": lambda: torch.nn.Parameter(dense()),
-    "frozen parameter": lambda: torch.nn.Parameter(dense(), requires_grad=False),
     "buffer": lambda: torch.nn.Buffer(dense(), persistent=False),
-    "attribute": attributed,
-    "subclass": lambda: dense().as_subclass(Own),
     "inference": inferred,
     "conjugate": lambda: dense().to(torch.complex64).conj(),
     "negative": lambda: dense().to(torch.complex64).conj().imag,
     "negative, 16 bits": lambda: torch._neg_view(dense().bfloat16()),
-    "gradient, 16 bits": lambda: dense().bfloat16().requires_grad_(),
-    "no dimension, 16 bits": lambda: torch.tensor(1.5).bfloat16(),
-    "cut, 16 bits": lambda: dense().bfloat16()[:, 5:9],
     "sparse": lambda: dense().to_sparse(),
     "compressed": lambda: dense().to_sparse_csr(),
     "meta": lambda: dense().to("meta"),

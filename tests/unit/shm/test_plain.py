@@ -58,54 +58,16 @@ def test_any_dense_array_arrives(shape: tuple[int, ...], dtype: str) -> None:
         assert back.flags.writeable
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(40_000)[::2],
-        np.asfortranarray(np.arange(40_000).reshape(100, 400)),
-        np.arange(9_000, dtype=">i4"),
-        np.arange(9_000).astype("datetime64[s]"),
-        np.array([None] * 9_000, dtype=object),
-        np.zeros(9_000, dtype=[("x", np.int32), ("y", "S3")]),
-        np.ma.masked_array(np.arange(9_000), mask=np.arange(9_000) % 2),
-        np.arange(9_000).view(np.recarray),
-    ],
-    ids=lambda array: f"{type(array).__name__}-{array.dtype}",
-)
-def test_any_other_array_is_pickled(array: Any) -> None:
-    back, without_pickle = travel(array)
-    assert not without_pickle
-    assert (type(back), back.dtype, back.shape) == (type(array), array.dtype, array.shape)
-    np.testing.assert_array_equal(back, array)
-
-
-def test_tensors_arrive() -> None:
+def test_only_contiguous_numbers_go_without_pickle() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    dense = torch.arange(60_000, dtype=torch.int64).reshape(3, 100, 200)
-    apart = dense.to(torch.float32).requires_grad_()
-    for tensor, is_plain in (
-        (dense, True),
-        (dense.to(torch.float16), True),
-        (dense % 2 == 0, True),
-        (dense.to(torch.complex64), False),
-        (dense.to(torch.bfloat16), False),
-        (dense.transpose(0, 1), False),
-        (dense[0, :1].expand(100, 200), False),
-        (dense.to(torch.complex64).conj(), False),
-        (apart.detach(), True),
-        (apart, False),
-        (torch.nn.Parameter(dense.to(torch.float32)), False),
-        (dense[:, 0, 0], False),
-    ):
-        back, without_pickle = travel(tensor)
-        assert without_pickle == is_plain, (tensor.dtype, tensor.shape)
-        assert (type(back), back.dtype, back.shape) == (type(tensor), tensor.dtype, tensor.shape)
-        assert back.requires_grad == tensor.requires_grad
-        assert torch.equal(back, tensor)
-    sparse = dense.to(torch.float32).to_sparse()
-    back, without_pickle = travel(sparse)
-    assert (back.layout, without_pickle) == (sparse.layout, False)
-    assert torch.equal(back.to_dense(), sparse.to_dense())
+    dense = torch.arange(600).reshape(3, 200)
+    for tensor in (dense, dense.to(torch.float16), dense % 2 == 0):
+        assert travel(tensor)[1]
+        assert travel(tensor.numpy())[1]
+    for tensor in (dense.bfloat16(), dense.T, dense.to_sparse(), torch.nn.Buffer(dense)):
+        assert not travel(tensor)[1]
+    for array in (np.arange(9)[::2], np.arange(9, dtype=">i4"), np.array([None])):
+        assert not travel(array)[1]
 
 
 def test_both_ends_keep_what_they_made_of_the_words_of_several_shapes() -> None:

@@ -25,42 +25,9 @@ def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQ
     return writer, readers
 
 
-def test_objects_arrive_in_order_at_every_reader() -> None:
-    writer, readers = make(3)
-    objects = [1, "two", {"three": [3]}, None, b"x" * 100_000, np.arange(50_000)]
-    for obj in objects:
-        writer.enqueue(obj)
-        for reader in readers:
-            np.testing.assert_array_equal(reader.dequeue(timeout=60), obj)
-    assert [reader.local_reader_rank for reader in readers] == [0, 1, 2]
-    assert writer.counters()["messages"] == readers[2].counters()["messages"] == len(objects)
-
-
-def test_messages_far_beyond_the_ring_and_the_chunk_size() -> None:
-    writer, [reader] = make(max_chunk_bytes=1024, max_chunks=2)
-    large = [os.urandom(3_000_000), np.random.default_rng(0).integers(0, 9, 500_000)]
-    for obj in large:
-        thread, results = in_thread(lambda obj=obj: writer.enqueue(obj, timeout=60))
-        np.testing.assert_array_equal(reader.dequeue(timeout=60), obj)
-        thread.join(20)
-        assert results == [None]
-
-
-def test_content_is_that_of_enqueue_and_then_the_readers_own() -> None:
-    writer, [reader] = make()
-    array = np.zeros(300_000, dtype=np.uint8)
-    writer.enqueue(array)
-    array[:] = 1
-    received = reader.dequeue(timeout=60)
-    for _ in range(20):
-        writer.enqueue(np.full(300_000, 2, dtype=np.uint8), timeout=60)
-        reader.dequeue(timeout=60)
-    assert not received.any()
-    received[:] = 3
-
-
 def test_ranks_that_are_not_consecutive_have_their_places() -> None:
     writer, readers = make(2, local_reader_ranks=[7, 3])
+    assert [reader.local_reader_rank for reader in readers] == [0, 1]
     writer.enqueue("both")
     assert [reader.dequeue(timeout=60) for reader in readers] == ["both", "both"]
     with pytest.raises(ValueError, match="expected 2 local_reader_ranks"):
@@ -98,20 +65,6 @@ def test_timeouts_shutdown_and_the_wrong_end() -> None:
         reader.dequeue(timeout=60)
 
 
-def test_an_error_while_unpickling_consumes_the_message() -> None:
-    writer, [reader] = make()
-    writer.enqueue(Explodes())
-    writer.enqueue("next")
-    with pytest.raises(ZeroDivisionError):
-        reader.dequeue(timeout=60)
-    assert reader.dequeue(timeout=60) == "next"
-
-
-class Explodes:
-    def __reduce__(self) -> Any:
-        return divmod, (1, 0)
-
-
 def test_a_queue_without_readers_takes_everything() -> None:
     writer = MessageQueue(n_reader=0, n_local_reader=0)
     writer.wait_until_ready()
@@ -122,16 +75,6 @@ def test_a_queue_without_readers_takes_everything() -> None:
         writer.enqueue(lambda: 0)
     assert writer.counters() == {}
     writer.shutdown()
-
-
-def test_readiness_is_collective() -> None:
-    writer, [reader] = make()
-    thread, results = in_thread(reader.wait_until_ready)
-    time.sleep(0.02)
-    assert results == []
-    writer.wait_until_ready()
-    thread.join(10)
-    assert results == [None]
 
 
 def test_broadcast_object() -> None:

@@ -73,17 +73,6 @@ def test_an_array_is_written_as_it_is_now_and_received_as_owned_memory() -> None
     part[0] = 0
 
 
-def test_a_record_of_many_times_the_ring_is_streamed_through_it() -> None:
-    writer, readers = make(n_readers=2)
-    record = (os.urandom(50 * CAPACITY), bytearray(os.urandom(3 * CAPACITY)), b"end")
-    threads = [in_thread(lambda r=r: [r.read(timeout=60) for _ in range(3)]) for r in readers]
-    for _ in range(3):
-        writer.write(record, timeout=60)
-    for thread, results in threads:
-        thread.join(10)
-        assert results == [[list(record)] * 3]
-
-
 def test_what_cannot_be_a_record_is_refused_and_the_ring_goes_on() -> None:
     writer, [reader] = make()
     with pytest.raises(ValueError, match="1 to 124 parts in this ring, not 125"):

@@ -361,15 +361,6 @@ def step(n: int, begin: int = 0) -> Any:
     return "execute_model", (Scheduled([], cached, dict.fromkeys(names, 1)),), {}, 0
 
 
-def test_integers_go_as_columns_and_names_only_once() -> None:
-    encoder = Encoder(CLASSES)
-    first, second, third = (encoder.encode(step(100, at)) for at in (0, 0, 1))
-    assert first[:1] == second[:1] == third[:1] == MARK
-    assert len(second) < len(first) - 900
-    assert len(third) < len(first) - 500  # the names' numbers, and one that is new
-    assert len(pickle.dumps(step(100))) > len(second) * 2
-
-
 def test_the_received_lists_are_the_receivers_own() -> None:
     encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
     for _ in range(3):
