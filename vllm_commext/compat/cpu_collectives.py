@@ -1,4 +1,4 @@
-"""Sums and gathers through shared memory in vLLM's communicator of the CPUs.
+"""Sums and gathers through shared memory in vLLM's communicator for CPUs.
 
 vLLM has shared memory of its own for that only in its build for AVX-512; everywhere else a sum goes
 through Gloo: TCP, and several threads that wake one another. The communicator takes both from an
@@ -61,12 +61,12 @@ class RingModule:
 
 
 def is_meant(communicator: Any) -> bool:
-    """Whether a communicator is one of several tensor-parallel ranks."""
+    """Return whether a communicator is one of several tensor-parallel ranks."""
     return communicator.unique_name.split(":")[0] == "tp" and communicator.world_size > 1
 
 
 def why_not(communicator: Any) -> str:
-    """Reason why a communicator gets no rings; empty where it does. Collective, and the same on
+    """Return why a communicator gets no rings; empty where it does. Collective, and the same on
     all ranks."""
     from torch import distributed
     from vllm.distributed.parallel_state import in_the_same_node_as

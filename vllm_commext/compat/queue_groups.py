@@ -1,5 +1,5 @@
-"""The message queue as vLLM meets it: among the ranks of a process group, for vLLM's own steps and
-with its tensor arena.
+"""The message queue in vLLM: among the ranks of a process group, for vLLM's own steps and with its
+tensor arena.
 
 The order of the collective calls is vLLM's, because its other code runs between them.
 """
@@ -105,7 +105,7 @@ def create_from_process_group(
     external_writer_handle: Handle | None = None,
     blocking: bool = True,
 ) -> MessageQueue:
-    """A queue from `writer_rank` (of the group) to all other ranks; every rank calls this.
+    """Make a queue from `writer_rank` (of the group) to all other ranks; every rank calls this.
 
     `pg`: a torch ProcessGroup on the CPU, or vLLM's StatelessProcessGroup. With
     `external_writer_handle` (at the writer's rank) the writer is somebody outside of the group, and
@@ -137,7 +137,7 @@ def create_from_process_group(
 def create_from_process_group_single_reader(
     pg: Any, max_chunk_bytes: int, max_chunks: int, reader_rank: int = 0, blocking: bool = False
 ) -> tuple[MessageQueue, list[Handle]]:
-    """A queue from every rank to one, `reader_rank` (of the world, not of the group).
+    """Make a queue from every rank to one, `reader_rank` (of the world, not of the group).
 
     Returns this rank's queue, to write to, and at `reader_rank` the handles of all, else [].
     """
@@ -171,7 +171,7 @@ def _is_torch_group(pg: Any) -> bool:
 
 
 def _place(pg: Any) -> tuple[int, int]:
-    """Rank in the group and size of the group."""
+    """Return rank in the group and size of the group."""
     if not _is_torch_group(pg):
         return pg.rank, pg.world_size
     import torch.distributed as dist
@@ -180,7 +180,7 @@ def _place(pg: Any) -> tuple[int, int]:
 
 
 def _broadcast(pg: Any, obj: Any, source: int) -> Any:
-    """The `obj` of rank `source` of the group, at every rank."""
+    """Return the `obj` of rank `source` of the group, at every rank."""
     if not _is_torch_group(pg):
         return pg.broadcast_obj(obj, source)
     import torch.distributed as dist
@@ -200,7 +200,7 @@ class GroupMessageQueue(MessageQueue):
     stock: ClassVar[Any] = None
 
     def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
-        """A queue of vLLM's class, whole, where the arguments ask for one that is left to it."""
+        """Make a queue of vLLM's class where there are readers on other hosts."""
         if n_reader > n_local_reader:
             logger.info(LEFT, "a queue has readers on other hosts")
             return cls.stock(n_reader, n_local_reader, *args, **more)
@@ -215,7 +215,6 @@ class GroupMessageQueue(MessageQueue):
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """Classes of vLLM's steps, where they are what the codec was made for."""
         return vllm_steps()
 
     arenas = TensorArena

@@ -96,7 +96,7 @@ class PlainEncoder:
 
 
 def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
-    """The words for such an array; empty where it has to be pickled."""
+    """Return the words for such an array; none where it has to be pickled."""
     if kind == TENSOR and dtype.name not in SHARED_DTYPES:
         return b""
     return kind + ",".join([dtype.str, *map(str, shape)]).encode()
@@ -106,7 +106,7 @@ _builders: dict[bytes, Builder] = {}
 
 
 def build(head: bytes, memory: Any) -> Any:
-    """The object of a plain record. It owns `memory`: `bytes` if it was, else a `bytearray`."""
+    """Make the object of a plain record. It owns `memory`: `bytes`, or else a `bytearray`."""
     if head in (BYTES, BYTEARRAY):
         return memory
     builder = _builders.get(head)
@@ -264,7 +264,7 @@ class Encoder:
         self._pickler.dispatch_table = self._reducers
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle shall put it in band."""
+        """Keep it apart; True has pickle put it in band."""
         raw = buffer.raw()
         if raw.nbytes < IN_BAND_BYTES or len(self._buffers) >= MAX_BUFFERS:
             return True
@@ -272,8 +272,8 @@ class Encoder:
         return False
 
     def encode(self, obj: object) -> Record:
-        """The record for `obj`: the pickle, or a tuple of the pickle and its buffers, which are
-        the object's own memory: write the record before the object changes.
+        """Return the pickle, or a tuple of the pickle and its buffers, which are the object's own
+        memory: write the record before the object changes.
 
         Whatever pickling raises, the encoder is as good as new afterwards.
         """
@@ -328,7 +328,7 @@ class Decoder:
         self._steps = unpacker(classes) if classes is not None else None
 
     def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
-        """The object of a record as `RingReader.read` returns it. It owns all its memory."""
+        """Make the object of a record from `RingReader.read`. It owns all its memory."""
         buffers: list[bytes | bytearray] = []
         if isinstance(record, bytes):
             if record[0] != STEP:

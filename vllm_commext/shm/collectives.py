@@ -45,7 +45,7 @@ def pieces(num_items: int, item_bytes: int, limit_bytes: int) -> Iterator[slice]
 
 
 def is_worth_it(dtype: torch.dtype, num_bytes: int, world_size: int) -> bool:
-    """Whether rings can sum such tensors, and faster than Gloo; the same at all ranks."""
+    """Return whether rings sum such tensors faster than Gloo; the same at all ranks."""
     return dtype in SUMMABLE and (
         world_size == 2 or num_bytes * (world_size - 1) <= MOST_READ_BYTES
     )
@@ -147,7 +147,7 @@ class RingGroup:
             reader.close()
 
     def _all_parts(self, what: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of all ranks, by rank; this rank's is ``own`` itself."""
+        """Send ``own``; return the parts of all ranks by rank, of this one ``own`` itself."""
         if (tag := self._tags.get((what, own.dtype))) is None:
             tag = self._tags[what, own.dtype] = f"{what} of {own.dtype}".encode()
         data = own.view(torch.uint8).numpy()

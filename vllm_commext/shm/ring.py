@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PeerLostError(CommextError, RuntimeError):
-    """The other end has died or shut down, so what is waited for cannot come."""
+    """The other end has died or shut down."""
 
 
 class QueueCancelledError(CommextError, RuntimeError):
@@ -67,7 +67,7 @@ STATE_NAMES = ("not attached", "attaching", "attached", "shut down")
 
 @dataclass(frozen=True)
 class RingAddress:
-    """What a reader needs to attach. Picklable; of use on the writer's host only.
+    """Lets a reader attach. Picklable; of use on the writer's host only.
 
     `nonce` (16 bytes) is repeated in the segment, so that an address and a segment that do not
     belong together are noticed.
@@ -108,22 +108,19 @@ class Peer:
 
 
 class RingEnd:
-    """An end of the ring."""
-
     def __init__(self, core: _shm_ring.Ring, address: RingAddress) -> None:
         self.core = core
         self.address = address
 
     def peers(self) -> list[Peer]:
-        """The writer and every reader, in this order."""
+        """Return the writer and every reader, in this order."""
         return [Peer(*fields) for fields in self.core.peers()]
 
     def slowest_reader(self) -> Peer:
-        """The one that has read the fewest bytes; of several the first."""
+        """Return who has read the fewest bytes; of several the first."""
         return min(self.peers()[1:], key=lambda peer: peer.position)
 
     def first_missing(self) -> Peer | None:
-        """The first end that has not attached."""
         return next((peer for peer in self.peers() if peer.state < ATTACHED), None)
 
     def dead_peers(self) -> list[Peer]:
@@ -150,12 +147,11 @@ class RingEnd:
         self.core.leave()
 
     def check(self, status: int) -> None:
-        """Raise what `status` stands for if it is not OK."""
         if status != OK:
             self.fail(status)
 
     def fail(self, status: int) -> NoReturn:
-        """Raise what `status` stands for."""
+        """Raise the error of a status that is not OK."""
         if status == TIMEOUT:
             raise CommextTimeoutError(f"nothing within the timeout; {self.describe_peers()}")
         if status == CANCELLED:
@@ -175,7 +171,6 @@ class RingEnd:
         )
 
     def describe_peers(self) -> str:
-        """Describe everyone in one line, for messages."""
         return ", ".join(str(peer) for peer in self.peers())
 
 
@@ -184,7 +179,7 @@ class RingWriter(RingEnd):
 
     @classmethod
     def create(cls, n_readers: int, capacity_bytes: int, budget_bytes: int = 0) -> "RingWriter":
-        """A new ring of `capacity_bytes` (a power of two, 4 KiB to 1 GiB), reserved at once.
+        """Make a ring of `capacity_bytes` (a power of two, 4 KiB to 1 GiB), reserved at once.
 
         `budget_bytes`: so much may be under way beyond that, in memory that is taken when readers
         are busy; a longer record goes alone. Without it the writer waits for room.
@@ -265,8 +260,8 @@ class RingReader(RingEnd):
             unlink_segment(self.address.name)
 
     def read(self, timeout: float | None = None) -> "bytes | list[bytes | bytearray]":
-        """The next record: `bytes` if it has one part, else a list with `bytes` for each part that
-        was `bytes` and an owned `bytearray` for any other.
+        """Return the next record: `bytes` if it has one part, else a list with `bytes` for each
+        part that was `bytes` and an owned `bytearray` for any other.
 
         If it raises, nothing is lost: the next call goes on where this one was.
         """

@@ -36,7 +36,6 @@ ATTEMPTS = 5  # others may take a new file for abandoned before it is locked, ha
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `num_bytes`."""
     return -(-num_bytes // multiple) * multiple
 
 
@@ -58,7 +57,7 @@ def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
 def capacity_for(
     nominal_bytes: int, free_bytes: int, largest_bytes: int = LARGEST_QUEUE_BYTES
 ) -> int:
-    """The ring's capacity for a queue that was asked to hold `nominal_bytes`.
+    """Return the ring's capacity for a queue that was asked to hold `nominal_bytes`.
 
     A power of two of 64 KiB to `largest_bytes`: the quarter of it that is used while readers keep
     up is enough for streaming and small enough for the cores' caches. And no more than a sixteenth
@@ -79,7 +78,7 @@ class Segment(NamedTuple):
 
 
 def create_segment(num_bytes: int) -> Segment:
-    """A zeroed segment of `num_bytes`, all of it reserved, readable by this user alone.
+    """Make a zeroed segment of `num_bytes`, all reserved, readable by this user alone.
 
     Raises MemoryError if /dev/shm has no room for it.
     """
@@ -99,7 +98,7 @@ def create_segment(num_bytes: int) -> Segment:
 
 
 def free_shm_bytes() -> int:
-    """Bytes that this user can still take of /dev/shm; very many where it was given no limit."""
+    """Return the bytes that this user can still take of /dev/shm; maxsize without a limit."""
     info = os.statvfs(SHM_FOLDER)
     return info.f_bavail * info.f_frsize if info.f_blocks else sys.maxsize
 
