@@ -4,7 +4,6 @@ import math
 import re
 
 import pytest
-from goodputs import report
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,21 +51,6 @@ def test_failed_requests_count_in_no_figure_but_their_own() -> None:
     assert figures.tokens_per_second(found) == pytest.approx(11 / 0.6)
     assert figures.tokens_per_second([sample(error="a")]) == 0
     assert math.isnan(figures.summary([])["gap"][0])
-
-
-@pytest.mark.parametrize(
-    ("points", "rate", "sign"),
-    [
-        ([(4, 1.0), (6, 0.95)], 6, ">="),
-        ([(4, 1.0), (6, 0.8)], 5, ""),
-        ([(6, 0.8), (4, 1.0)], 5, ""),
-        ([(4, 0.8), (6, 0.95)], 4, "<"),
-    ],
-)
-def test_the_rate_at_which_enough_are_good(
-    points: list[tuple[float, float]], rate: float, sign: str
-) -> None:
-    assert report.rate_within(points, 0.9) == (pytest.approx(rate), sign)
 
 
 def rounds(*good: int, of: int = 100) -> list[list[Sample]]:
