@@ -167,18 +167,11 @@ class Ranks:
             self.engine_id, self.incarnation, HOST, self.port, descriptions
         )
 
-    def hold(
-        self,
-        request_id: str,
-        *,
-        seconds: float = 600.0,
-        slot: int = -1,
-        block_ids: tuple[int, ...] = (),
-    ) -> None:
+    def hold(self, request_id: str, *, seconds: float = 600.0, slot: int = -1) -> None:
         """Every rank in this process keeps a finished prefill."""
         for worker in self.workers:
             if isinstance(worker, Engine):
-                worker.thread.submit(Hold(request_id, seconds, slot, block_ids=block_ids))
+                worker.thread.submit(Hold(request_id, seconds, slot))
 
     def wait_sent(self, request_id: str, indices: Iterable[int]) -> None:
         """Wait until these ranks report that the request's blocks may be freed."""
