@@ -132,8 +132,9 @@ def _written(content: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _rounded(number: str) -> float:
-    return round(float(number), 2)
+def rounded(answer: str) -> Any:
+    """JSON without what differs of log probabilities where a prompt is computed in other steps."""
+    return json.loads(answer, parse_float=lambda number: round(float(number), 2))
 
 
 def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
             said[name] = said[name] + (place.pop(name, None) or [])
     for name, values in (choice.pop("logprobs", None) or {}).items():
         if isinstance(values, list):
-            said[f"logprobs.{name}"] += json.loads(json.dumps(values), parse_float=_rounded)
+            said[f"logprobs.{name}"] += rounded(json.dumps(values))
 
 
 def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
