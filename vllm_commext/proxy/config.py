@@ -66,6 +66,8 @@ class ProxyConfig:
     )
     health_fall: int = _number(2)
     """Failed checks in a row that make an engine unhealthy."""
+    health_rise: int = _number(1)
+    """Passed checks in a row that make it healthy again."""
     engine_lost_seconds: float = _option(
         30.0, "give up on requests to an engine that has answered no check for so long"
     )

@@ -124,7 +124,7 @@ def pool_of(*held: str) -> EnginePool:
     """Decode engines that have been asked for so much of the prompt."""
     pool = EnginePool("decode", [f"http://d{n}:1" for n in range(len(held))], 10**6)
     for number, (engine, prompt) in enumerate(zip(pool.engines, held, strict=True)):
-        engine.passed_check()
+        engine.passed_check(rise=1)
         engine.capabilities = read_capabilities(page(row(f"d{number}", 5600)))
         engine.memory.note(prefix(prompt))
     return pool
@@ -144,7 +144,7 @@ def test_an_engine_that_is_away_or_was_is_not_named() -> None:
     pool = pool_of("w" * 8000, "w" * 4000)
     pool.engines[0].refuse("gone")
     assert hosts(pool) == ["d1"]
-    pool.engines[0].passed_check()
+    pool.engines[0].passed_check(rise=1)
     assert hosts(pool) == ["d1"]
 
 
