@@ -108,7 +108,9 @@ def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.transport.agent import NixlAgent
     from vllm_commext.nixl.wakeup import WakeupSocket
 
-    config = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=port, num_threads=1)
+    config = ConnectorConfig(
+        side_channel_host=LOOPBACK, side_channel_port=port, backend_params={"num_threads": "1"}
+    )
     agent, recorder = NixlAgent(config), TransferRecorder()
     manager = LeaseManager(agent, WorkerTables(), config, recorder, CompletionQueue())
     short = open_description(describe(description(ENGINE, agent.metadata()), "start-1"))

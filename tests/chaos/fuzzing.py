@@ -36,7 +36,9 @@ WINDOW = 200
 MAX_HEAP_BYTES = 8 << 20
 SECONDS = 30.0
 _numbers = itertools.count()
-CONFIG = ConnectorConfig(side_channel_host=LOOPBACK, side_channel_port=1, num_threads=1)
+CONFIG = ConnectorConfig(
+    side_channel_host=LOOPBACK, side_channel_port=1, backend_params={"num_threads": "1"}
+)
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class Testbed:
         )
         caches = self.reuse and engine.role == DECODE
         if caches:
-            more = {"reuse_blocks": True, "reuse_min_tokens": 0}
+            more = {"reuse_blocks": True}
             config["kv_connector_extra_config"].update(more)
         if self.gpus:
             config["kv_buffer_device"] = "cuda"

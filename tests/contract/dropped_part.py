@@ -70,9 +70,8 @@ def reusing_engine(model: Path) -> Any:
     from tests.contract.scheduled_core import Core, request_of
     from vllm_commext.nixl.wire.places import write_place
 
-    core = Core(model, "kv_both", reuse_blocks=True, reuse_min_tokens=0)
-    place = {"reuse_from": [write_place(HOST, silent_port())]}
-    params = {"do_remote_decode": True, "do_remote_prefill": False, **place}
+    core = Core(model, "kv_both", reuse_blocks=True)
+    params = {"answer_token_ids": [1], "reuse_from": [write_place(HOST, silent_port())]}
     core.add(request_of("r", PROMPT, params, max_tokens=2))
     for _ in range(3):
         core.turn()

@@ -1,4 +1,5 @@
-"""Engines that reuse blocks, in this process: vLLM's core, a worker that knows what it computed."""
+"""Engines that read one another's answers, in this process: vLLM's core, and a worker that knows
+what it computed."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from vllm_commext.nixl.wire.places import write_place
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0
+MOST = 40
+"""Tokens of an answer."""
 
 
 @dataclass
 class Engine:
-    """An engine that reuses blocks, its one worker's table, and the loads that it was told of."""
+    """An engine with ``reuse_blocks``, its one worker's table, and the loads that it is to do."""
 
     core: Core
     table: GenerationTable
@@ -43,29 +46,26 @@ class Engine:
         return self.core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
 
     def ask(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> list[int]:
-        """A request's answer; the others may have blocks of it."""
+        """What a request answers beyond these tokens; see ``add``."""
         self.add(name, tokens, *others, **params)
         turn_until(self.core, lambda: has_ended(self.core, name))
         assert self.core.answer(name).finish_reason is not FinishReason.ERROR
         return self.core.answer(name).tokens
 
     def add(self, name: str, tokens: Sequence[int], *others: Engine, **params: Any) -> None:
-        kv_params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "reuse_from": [one.place for one in others],
-        }
-        self.core.add(changed(request_of(name, tokens, kv_params, **_sampling(params)), params))
+        """A request; the last ``answered`` of its tokens are an answer that another engine has
+        begun, and that goes on here."""
+        kv_params: dict[str, Any] = {"reuse_from": [one.place for one in others]}
+        count = len(tokens) - params.get("answered", 0)
+        if count < len(tokens):
+            kv_params["answer_token_ids"] = list(tokens[count:])
+        prompt, sampling = tokens[:count], {"max_tokens": params.get("max_tokens", MOST)}
+        self.core.add(changed(request_of(name, prompt, kv_params, **sampling), params))
 
     def num_computed(self, name: str) -> int:
         """Prompt positions that were computed here."""
         prompt = [one for one in self.core.worker.computed[name] if one < self.num_prompt[name]]
         return len(prompt)
-
-
-def _sampling(params: dict[str, Any]) -> dict[str, Any]:
-    stop = {"stop_token_ids": params["stop"]} if "stop" in params else {}
-    return {"max_tokens": params.get("max_tokens", 1), **stop}
 
 
 def changed(request: Request, params: dict[str, Any]) -> Request:
@@ -114,7 +114,6 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     values: dict[str, Any] = {
         "reuse_blocks": True,
         "reuse_lookup_timeout": BOUND_SECONDS,
-        "reuse_min_tokens": 0,
         **settings,
     }
     core = Core(folder, role, side_channel_port=port, **values)

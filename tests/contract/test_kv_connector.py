@@ -282,7 +282,7 @@ def test_a_worker_of_one_of_several_stages_has_its_place_and_asks_the_others(
 
 def test_what_does_not_go_with_pipeline_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
-    with pytest.raises(UnsupportedError, match="finished requests: start without reuse_blocks"):
+    with pytest.raises(UnsupportedError, match="running requests: start without reuse_blocks"):
         CommextNixlConnector(
             staged(reuse_blocks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)
         )

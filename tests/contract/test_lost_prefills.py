@@ -2,14 +2,11 @@
 read counts, for the request itself and for all that begin like it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.contract.reuse_engines import start
 from tests.contract.scheduled_core import (
     BLOCK,
     SENDS_FIRST_TOKENS,
@@ -126,27 +123,3 @@ def test_what_was_read_before_new_weights_does_not_count(
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert first_computed(decode, "d") == 0
-
-
-@pytest.mark.skipif(
-    not hasattr(BlockPool, "unpin_blocks"), reason="vLLM before 0.32 tells of no block's reuse"
-)
-def test_another_prefill_engine_reads_what_was_read(
-    channel: Channel, folder: Path, restored_step: None
-) -> None:
-    """Where blocks are reused across engines."""
-    owner, reader = start(folder, "kv_consumer"), start(folder, "kv_producer")
-    try:
-        owner.core.worker.fails = lambda request_id: True
-        owner.core.worker.num_read = NUM_READ
-        begin(owner.core, channel, max_tokens=3)
-        end_load(owner.core)
-        assert owner.core.answer("d").finish_reason == FinishReason.ERROR
-        reader.ask("other", PROMPT, owner)
-        (load,) = reader.loads
-        assert len(load.block_ids) == COUNTED // BLOCK
-        assert first_computed(reader.core, "other") == COUNTED
-    finally:
-        for one in (owner, reader):
-            one.core.close()
-            one.table.close()

@@ -1,19 +1,48 @@
 """An answer under way at one engine goes on at another one, which reads what the first one has of
-it, in vLLM's own scheduler."""
+it, in vLLM's own scheduler.
+
+Blocks are told apart by what they hold: every step says which tokens it puts into which blocks.
+"""
 
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
 
-from tests.contract.reuse_engines import BOUND_SECONDS, Engine, Writes, start, turn_until
-from tests.contract.scheduled_core import BLOCK, NUM_TOKENS, next_token, request_of
-from vllm_commext.compat.first_token import RunningRequests
+from tests.contract.reuse_engines import (
+    BOUND_SECONDS,
+    HOST,
+    MOST,
+    Engine,
+    Writes,
+    changed,
+    has_ended,
+    start,
+    turn_until,
+)
+from tests.contract.scheduled_core import (
+    BLOCK,
+    NUM_TOKENS,
+    Core,
+    free,
+    next_token,
+    request_of,
+    written,
+)
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.engine_facts import reusing_of
+from vllm_commext.nixl.reasons import NoReuse
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,23 +51,32 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 PROMPT = list(range(14))
-MOST, SO_FAR = 40, 19
+SO_FAR = 19
 MakeEngine = Callable[..., Engine]
+IS_ASYNC = pytest.mark.parametrize(
+    "is_async", [False, True], ids=["one step at a time", "async scheduling"]
+)
 
 
-def whole_answer() -> list[int]:
-    tokens = list(PROMPT)
-    for _ in range(MOST):
-        tokens.append(next_token(tokens))
-    return tokens[len(PROMPT) :]
+def answer_to(tokens: Sequence[int], count: int) -> list[int]:
+    """What the model says after these tokens."""
+    said = list(tokens)
+    for _ in range(count):
+        said.append(next_token(said))
+    return said[len(tokens) :]
+
+
+WHOLE = answer_to(PROMPT, MOST)
+BEGUN = [*PROMPT, *WHOLE[:SO_FAR]]
+NUM_BLOCKS = (len(BEGUN) - 1) // BLOCK
 
 
 @pytest.fixture
 def make(folder: Path, restored_step: None) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
-    def engine(**settings: Any) -> Engine:
-        made.append(start(folder, "kv_consumer", **settings))
+    def engine(role: str = "kv_consumer", **settings: Any) -> Engine:
+        made.append(start(folder, role, **settings))
         return made[-1]
 
     yield engine
@@ -47,133 +85,104 @@ def make(folder: Path, restored_step: None) -> Iterator[MakeEngine]:
         one.table.close()
 
 
-def add(engine: Engine, name: str, count: int, *others: Engine) -> None:
-    """A request that goes on with so many tokens of the answer."""
-    params = {
-        "answer_token_ids": whole_answer()[:count],
-        "reuse_from": [one.place for one in others],
-    }
-    engine.core.add(request_of(name, PROMPT, params, max_tokens=MOST))
-
-
 def answering(make: MakeEngine, *, is_async: bool = False, **settings: Any) -> Engine:
     """An engine in the midst of the answer."""
     owner = make(is_async=is_async, **settings)
     owner.core.add(request_of("old", PROMPT, max_tokens=MOST))
-    turn_until(owner.core, lambda: len(owner.core.answer("old").tokens) >= SO_FAR)
+    turn_until(owner.core, lambda: len(owner.core.answer("old").tokens) > SO_FAR)
     return owner
 
 
-def answered(owner: Engine, reader: Engine) -> list[int]:
-    """What the other engine answers, while the first one goes on."""
-    end = time.monotonic() + BOUND_SECONDS
-    while reader.core.scheduler.requests:
-        assert time.monotonic() < end
-        owner.core.turn()
-        reader.core.turn()
-    return reader.core.answer("new").tokens
+def goes_on(reader: Engine, *owners: Engine, **params: Any) -> list[int]:
+    """What the other engine answers."""
+    return reader.ask("new", BEGUN, *owners, answered=SO_FAR, **params)
 
 
-IS_ASYNC = pytest.mark.parametrize(
-    "is_async", [False, True], ids=["one step at a time", "async scheduling"]
-)
+def offers_of(engine: Engine) -> Any:
+    return engine.side._reuse._offers._table
+
+
+def names_of(engine: Engine, tokens: Sequence[int], **params: Any) -> list[bytes]:
+    request = changed(request_of("look", tokens), params)
+    return engine.side._reuse._names.of(request, len(tokens))
 
 
 @IS_ASYNC
 def test_the_answer_so_far_is_read_and_not_computed(make: MakeEngine, is_async: bool) -> None:
-    owner = answering(make, is_async=is_async)
-    reader = make(is_async=is_async, reuse_min_tokens=1024)  # that is of new prompts alone
-    assert len(owner.side._reuse._offers._table) == 0
-    add(reader, "new", SO_FAR, owner)
-    assert answered(owner, reader) == whole_answer()
-    num_blocks = (len(PROMPT) + SO_FAR - 1) // BLOCK
-    assert reader.core.worker.computed["new"][0] == num_blocks * BLOCK
-    assert reader.counted == {"reuse_lookups": 1, "reuse_blocks": num_blocks}
+    """Its engine answers at once, without a step."""
+    owner, reader = answering(make, is_async=is_async), make(is_async=is_async)
+    num_steps = owner.core._num_steps
+    assert goes_on(reader, owner) == WHOLE
+    assert owner.core._num_steps == num_steps
+    (load,) = reader.loads
+    assert load.recomputes
+    assert load.num_tokens == NUM_BLOCKS * BLOCK
+    assert len(load.block_ids) == NUM_BLOCKS == len(load.remote.block_ids[0])
+    assert not load.remote.is_kept
+    assert [int(owner.table.generations[one]) for one in load.remote.block_ids[0]] == list(
+        load.remote.generations
+    )
+    assert reader.core.worker.computed["new"][0] == NUM_BLOCKS * BLOCK
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    assert reader.counted == {"reuse_lookups": 1, "reuse_blocks": NUM_BLOCKS}
     turn_until(owner.core, lambda: not owner.core.scheduler.requests)
-    assert owner.core.answer("old").tokens == whole_answer()
+    assert owner.core.answer("old").tokens == WHOLE
 
 
 @IS_ASYNC
-def test_a_read_that_fails_is_computed(make: MakeEngine, is_async: bool) -> None:
+def test_what_is_here_already_is_not_read(make: MakeEngine, is_async: bool) -> None:
     owner, reader = answering(make, is_async=is_async), make(is_async=is_async)
+    reader.ask("first", PROMPT, max_tokens=1)
+    assert goes_on(reader, owner) == WHOLE
+    (load,) = reader.loads
+    num_here = len(PROMPT) // BLOCK
+    assert load.blocks[0].first == num_here
+    assert len(load.remote.block_ids[0]) == len(load.block_ids) == NUM_BLOCKS - num_here
+
+
+@IS_ASYNC
+def test_a_read_that_fails_is_computed_whatever_the_policy(
+    make: MakeEngine, is_async: bool
+) -> None:
+    owner = answering(make, is_async=is_async)
+    reader = make(is_async=is_async, policy="fail")
     reader.core.worker.fails = lambda request_id: True
-    add(reader, "new", SO_FAR, owner)
-    assert answered(owner, reader) == whole_answer()
+    assert goes_on(reader, owner) == WHOLE
     assert reader.core.worker.computed["new"][0] == 0
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    assert reader.counted == {"reuse_lookups": 1, "reuse_recomputed_blocks": NUM_BLOCKS}
 
 
 def test_an_answer_that_is_begun_anew_reads_the_prompt_alone(make: MakeEngine) -> None:
     """It was looked for with the answer, which a pause has had left aside."""
     owner, reader = answering(make), make()
     reader.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    add(reader, "new", SO_FAR, owner)
+    reader.add("new", BEGUN, owner, answered=SO_FAR)
     reader.core.turn()
     reader.core.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert answered(owner, reader) == whole_answer()
-    computed = reader.core.worker.computed["new"]
-    assert computed[0] == (len(PROMPT) - 1) // BLOCK * BLOCK
+    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
+    assert reader.core.answer("new").tokens == WHOLE
+    assert reader.core.worker.computed["new"][0] == (len(PROMPT) - 1) // BLOCK * BLOCK
 
 
-def test_an_engine_at_which_nothing_runs_answers_at_once(make: MakeEngine) -> None:
-    """It takes no step, in which it would look."""
+@pytest.mark.parametrize("has_owner", [False, True], ids=["nobody named", "a new prompt"])
+def test_only_answers_that_go_on_are_looked_for(make: MakeEngine, has_owner: bool) -> None:
+    """The negative control of the tests above: without reuse all is computed."""
     owner, reader = answering(make), make()
-    turn_until(owner.core, lambda: not owner.core.scheduler.requests)
-    owner.side._reuse.clear()
-    num_steps = owner.core._num_steps
-    add(reader, "new", SO_FAR, owner)
-    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
-    assert reader.core.answer("new").tokens == whole_answer()
-    assert (reader.loads, owner.core._num_steps) == ([], num_steps)
-
-
-def test_an_engine_that_takes_no_step_is_waited_for_no_longer_than_may_be(make: MakeEngine) -> None:
-    owner, reader = answering(make), make(reuse_lookup_timeout=0.1)
-    add(reader, "new", SO_FAR, owner)
-    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
-    assert reader.core.answer("new").tokens == whole_answer()
-    assert reader.loads == []
-    (channel,) = reader.side._reuse._finder._channels.values()
-    assert channel.num_failures == 0
-    assert owner.side._reuse._offers._table.wanted == []
-
-
-def test_a_new_prompt_is_not_looked_for_in_what_runs(make: MakeEngine) -> None:
-    owner, reader = answering(make), make()
-    num_steps = owner.core._num_steps
-    reader.ask("new", [*PROMPT, *whole_answer()[:SO_FAR]], owner)
-    assert (reader.loads, owner.core._num_steps) == ([], num_steps)
-
-
-@IS_ASYNC
-@pytest.mark.parametrize("case", ["being computed again", "older weights", "its prompt"])
-def test_what_is_not_known_to_be_right_is_not_on_offer(
-    make: MakeEngine, case: str, is_async: bool
-) -> None:
-    """Not the blocks of a request that was preempted, which a step may be computing again; nor
-    those that were computed with other weights, now or when the request ends; nor those of a prompt
-    before its first token."""
-    owner = answering(make, is_async=is_async)
-    scheduler = owner.core.scheduler
-    request, manager = scheduler.requests["old"], scheduler.kv_cache_manager
-    if case == "being computed again":
-        request.num_preemptions += 1
-    elif case == "older weights":
-        owner.side._reuse.clear()
+    if has_owner:
+        reader.ask("new", BEGUN, owner)
+        assert reader.num_computed("new") == len(BEGUN)
     else:
-        request._output_token_ids.clear()
-    reader = make()
-    add(reader, "new", SO_FAR, owner)
-    end = time.monotonic() + BOUND_SECONDS
-    table = owner.side._reuse._offers._table
-    while not table.wanted:
-        assert time.monotonic() < end
-        reader.core.turn()
-    assert manager.get_block_ids("old")
-    owner.side._reuse.note_step(lambda: True, RunningRequests(scheduler))
-    assert (table.wanted, len(table)) == ([], 0)
-    if case == "older weights":
-        turn_until(owner.core, lambda: not scheduler.requests)
-        assert len(table) == 0
+        assert goes_on(reader) == WHOLE
+    assert (reader.loads, reader.counted) == ([], {})
+
+
+def test_an_engine_that_only_prefills_does_nothing_of_it(make: MakeEngine) -> None:
+    owner, producer = answering(make), make("kv_producer", is_async=True)
+    assert not producer.side._reuse.is_on
+    assert goes_on(producer, owner) == WHOLE
+    assert producer.loads == []
+    assert producer.core.scheduler.defer_block_free is False
 
 
 def test_of_answers_that_begin_alike_the_longest_common_one_is_read(make: MakeEngine) -> None:
@@ -181,31 +190,211 @@ def test_of_answers_that_begin_alike_the_longest_common_one_is_read(make: MakeEn
     others = [[*PROMPT, 5, 6, 7], PROMPT, PROMPT[:9]]
     for number, prompt in enumerate(others):
         owner.core.add(request_of(f"old-{number}", prompt, max_tokens=MOST))
-    turn_until(owner.core, lambda: len(owner.core.answer("old-1").tokens) >= SO_FAR)
-    add(reader, "new", SO_FAR, owner)
-    assert answered(owner, reader) == whole_answer()
-    num_blocks = (len(PROMPT) + SO_FAR - 1) // BLOCK
-    assert reader.core.worker.computed["new"][0] == num_blocks * BLOCK
+    turn_until(owner.core, lambda: len(owner.core.answer("old-1").tokens) > SO_FAR)
+    assert goes_on(reader, owner) == WHOLE
+    assert reader.core.worker.computed["new"][0] == NUM_BLOCKS * BLOCK
+
+
+def test_the_longest_answer_counts_and_who_is_gone_does_not(make: MakeEngine) -> None:
+    short, long, gone = make(), answering(make), make("kv_both")
+    gone.core.close()
+    short.ask("old", PROMPT, max_tokens=2)
+    reader = make()
+    assert goes_on(reader, short, gone, long) == WHOLE
+    (load,) = reader.loads
+    assert load.remote.port == long.port
+
+
+@IS_ASYNC
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_nothing_is_read_into_a_block_that_a_step_under_way_writes_to(
+    make: MakeEngine, role: str, is_async: bool
+) -> None:
+    """Where a request is aborted, vLLM keeps its blocks as long as a step writes to them: reads are
+    not ordered behind that step."""
+    owner, reader = answering(make), make(role, is_async=is_async)
+    writes: list[set[int]] = []
+    execute = reader.core.worker.execute
+
+    def check(step: Any) -> Any:
+        """Of a step with loads, what the steps before write to that have not ended."""
+        num_under_way = len(reader.core._under_way)
+        for load in step.kv_connector_metadata.loads:
+            under_way = set[int]().union(*writes[len(writes) - num_under_way :])
+            assert not under_way & set(load.block_ids)
+        writes.append(written(reader.core, step))
+        return execute(step)
+
+    reader.core.worker.execute = check
+    reader.add("aborted", list(range(50, 70)), max_tokens=50)
+    turn_until(reader.core, lambda: len(reader.core.answer("aborted").tokens) > 2)
+    reader.add("new", BEGUN, owner, answered=SO_FAR)
+    wait_for_answer(reader)
+    assert len(reader.core._under_way) == is_async
+    reader.core.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
+    assert reader.core.answer("new").tokens == WHOLE
+    assert len(reader.loads) == 1
+
+
+def wait_for_answer(reader: Engine) -> None:
+    """Until it is known what another engine has of the request."""
+    end = time.monotonic() + BOUND_SECONDS
+    while not reader.side._reuse._finder.is_done("new"):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ({"salt": "a"}, {"salt": "b"}),
+        ({"salt": "a"}, {}),
+        ({}, {"salt": "b"}),
+        ({"lora": "a"}, {}),
+        ({"lora": "a"}, {"lora": "b"}),
+        ({"lora": "a", "path": "/first"}, {"lora": "a", "path": "/second"}),
+        ({"lora": "a"}, {"salt": "a"}),
+    ],
+)
+def test_no_tenant_finds_anothers_blocks(
+    make: MakeEngine, own: dict[str, str], other: dict[str, str]
+) -> None:
+    owner, reader = make(), make()
+    request = changed(request_of("old", PROMPT, max_tokens=MOST), own)
+    request.num_computed_tokens = len(PROMPT)
+    request.append_output_token_ids([WHOLE[0]])
+    pool = owner.core.scheduler.kv_cache_manager.block_pool
+
+    class Running(list[Any]):
+        def blocks_of(self, _: Any) -> Any:
+            return pool.blocks[1:5]
+
+    owner.side._reuse.note_step(Running([request]))
+    assert len(offers_of(owner)) == 3
+    for params, num_found in ((own, 3), (other, 0)):
+        names = names_of(reader, [*PROMPT, 7, 8, 9], **params)
+        assert len(offers_of(owner).find(names).block_ids) == num_found
+
+
+def test_a_salt_is_asked_for_end_to_end(make: MakeEngine) -> None:
+    owner = make()
+    owner.ask("old", PROMPT, salt="a")
+    for salt, num_loads in (("b", 0), ("a", 1)):
+        reader = make()
+        goes_on(reader, owner, salt=salt)
+        assert len(reader.loads) == num_loads
+
+
+def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
+    make: MakeEngine,
+) -> None:
+    """Nobody notifies when a grammar is there: only until the answer does the engine sleep."""
+    owner, reader = answering(make), make()
+    params = {"answer_token_ids": WHOLE[:SO_FAR], "reuse_from": [owner.place]}
+    choice = StructuredOutputsParams(choice=["a"])
+    request = request_of("new", PROMPT, params, max_tokens=1, structured_outputs=choice)
+    request.structured_output_request._grammar = Future()
+    reader.core.add(request)
+    assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    turn_until(reader.core, lambda: reader.side._reuse._finder.is_done("new"))
+    reader.side.engine.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
+    for _ in range(10):
+        reader.core.turn()
+    reader.core.scheduler.finish_requests("new", RequestStatus.FINISHED_ABORTED)
+
+
+@pytest.mark.parametrize("what", ["speculative_config", "diffusion_config"])
+def test_tokens_that_were_guessed_are_not_on_offer(folder: Path, what: str) -> None:
+    """Drafts, and canvases that a request is answered from without a pass that computes them."""
+    config: Any = Core._config(folder, "kv_both", "fail", False, {})
+    spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    settings = parse_config({"reuse_blocks": True}, default_host=HOST, default_port=1)
+    assert reusing_of(config, cache, settings).refusal is None
+    setattr(config, what, SimpleNamespace())
+    assert reusing_of(config, cache, settings).refusal in (NoReuse.SPECULATION, NoReuse.DIFFUSION)
+
+
+@pytest.mark.parametrize("case", ["being computed again", "older weights"])
+def test_what_is_not_known_to_be_right_is_not_on_offer(make: MakeEngine, case: str) -> None:
+    """Neither blocks of a request that was preempted, which a step may be computing again, nor
+    those that were computed with other weights."""
+    owner = make()
+    owner.core.add(request_of("old", PROMPT, max_tokens=MOST))
+    if case == "older weights":
+        turn_until(owner.core, lambda: len(owner.core.answer("old").tokens) > SO_FAR)
+        assert len(offers_of(owner)) >= NUM_BLOCKS
+        owner.side._reuse.clear()
+    else:
+        owner.core.scheduler.requests["old"].num_preemptions += 1
+    turn_until(owner.core, lambda: not owner.core.scheduler.requests)
+    assert len(offers_of(owner)) == 0
+
+
+def test_a_reset_takes_everything_off_the_offer(make: MakeEngine) -> None:
+    owner, reader = make(), make()
+    owner.ask("old", PROMPT)
+    before = owner.table.generations.copy()
+    turn_until(owner.core, lambda: not owner.core.scheduler.requests)
+    assert owner.side._reuse._offers._named == {}
+    assert owner.core.scheduler.reset_prefix_cache()
+    assert (owner.table.generations != before).sum() >= NUM_BLOCKS
+    assert len(offers_of(owner)) == 0
+    assert goes_on(reader, owner) == WHOLE
+    assert reader.loads == []
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["answered", "taken"])
+def test_what_was_found_before_a_reset_is_not_read_after_it(
+    make: MakeEngine, is_taken: bool
+) -> None:
+    """The other engine may still have the weights that this one had before."""
+    owner, reader = answering(make), make()
+    reader.ask("first", PROMPT[:4], max_tokens=1)
+    turn_until(reader.core, lambda: not reader.core.scheduler.requests)
+    reader.add("new", BEGUN, owner, answered=SO_FAR)
+    wait_for_answer(reader)
+    if is_taken:
+        assert reader.side.prompts.num_tokens(reader.core.scheduler.requests["new"], 0)
+    assert reader.core.scheduler.reset_prefix_cache(reset_connector=True)
+    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
+    assert reader.core.answer("new").tokens == WHOLE
+    assert reader.loads == []
+
+
+def test_an_aborted_request_is_forgotten(make: MakeEngine) -> None:
+    owner, reader = answering(make), make()
+    reader.add("new", BEGUN, owner, answered=SO_FAR)
+    reader.core.scheduler.finish_requests("new", RequestStatus.FINISHED_ABORTED)
+    assert not reader.side.is_loading("new")
+    assert reader.side._reuse._finder.take("new") is None
+
+
+def check_offers(owner: Engine, writes: Writes) -> None:
+    """No step under way writes to a block that is put on offer."""
+    table = offers_of(owner)
+    offer = table.offer
+
+    def checked(hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        num_under_way = len(owner.core._under_way)
+        under_way = set[int]().union(*writes.each[len(writes.each) - num_under_way :])
+        assert not under_way & set(block_ids)
+        offer(hashes, block_ids)
+
+    table.offer = checked
 
 
 @IS_ASYNC
 def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
     make: MakeEngine, is_async: bool
 ) -> None:
-    """Many answers at a time in a pool of few blocks, each looked for at random times, see
-    ``Writes``; and no step under way writes to a block that is put on offer."""
+    """Many answers at a time in a pool of few blocks, see ``Writes``."""
     owner = make(is_async=is_async, num_blocks=28)
     scheduler, dice = owner.core.scheduler, random.Random(5)
-    names, table = owner.side._reuse._names, owner.side._reuse._offers._table
-    writes, num_told, num_preempted, offer = Writes(owner), 0, 0, table.offer
-
-    def check_offer(hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        num_under_way = len(owner.core._under_way)
-        under_way = set[int]().union(*writes.each[len(writes.each) - num_under_way :])
-        assert not under_way & set(block_ids)
-        offer(hashes, block_ids)
-
-    table.offer = check_offer
+    names, table = owner.side._reuse._names, offers_of(owner)
+    writes, num_told, num_preempted = Writes(owner), 0, 0
+    check_offers(owner, writes)
     waiting = [
         request_of(
             f"r{number}",
@@ -219,15 +408,50 @@ def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
         assert time.monotonic() < end
         while waiting and len(scheduler.requests) < 6:
             owner.core.add(waiting.pop())
-        for one in dice.sample(scheduler.running, min(2, len(scheduler.running))):
-            hashes = b"".join(names.of(one, one.num_tokens))
-            if hashes:
-                table.want(hashes)
         owner.core.turn()
         num_preempted += sum(one.num_preemptions > 0 for one in scheduler.running)
         for one in scheduler.running:
             run = table.find(names.of(one, one.num_tokens))
             num_told += len(run.block_ids)
             writes.tell(run)
-    assert table.wanted == []
     assert min(num_told, writes.num_reused, num_preempted) > 100
+
+
+@IS_ASYNC
+def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
+    make: MakeEngine, is_async: bool
+) -> None:
+    """Many answers, one after the other, that begin alike."""
+    owner = make(is_async=is_async, num_blocks=24)
+    dice, writes, num_seen = random.Random(3), Writes(owner), 0
+    check_offers(owner, writes)
+    for number in range(60):
+        prompt = [dice.randrange(3) for _ in range(dice.randrange(4, 40))]
+        owner.ask(f"r{number}", prompt, max_tokens=dice.randrange(2, 8))
+        run = offers_of(owner).find(names_of(owner, prompt))
+        num_seen += len(run.block_ids)
+        writes.tell(run)
+        assert [int(owner.table.generations[one]) for one in run.block_ids] == run.generations
+        turn_until(owner.core, lambda: not owner.core.scheduler.requests)
+        assert free(owner.core) == 23
+    assert min(num_seen, writes.num_reused) > 100
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "here",
+        {"host": HOST},
+        [{"host": HOST, "port": 0}],
+        [{"host": HOST, "port": 1, "more": 1}],
+        [{"host": HOST, "port": "1"}],
+        [{"host": HOST, "port": 1}] * 17,
+    ],
+)
+def test_what_names_no_engine_is_computed_here(make: MakeEngine, place: Any) -> None:
+    reader = make()
+    params = {"answer_token_ids": WHOLE[:SO_FAR], "reuse_from": place}
+    reader.core.add(request_of("new", PROMPT, params, max_tokens=MOST))
+    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
+    assert reader.core.answer("new").tokens == WHOLE
+    assert reader.side.engine.client._thread is None

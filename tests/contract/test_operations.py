@@ -31,6 +31,7 @@ class Transfer:
     """With every option that adds a metric."""
 
     kv_connector_extra_config: ClassVar[dict[str, Any]] = {"reuse_blocks": True}
+    is_kv_consumer = True
     kv_buffer_device = "cpu"
 
 

@@ -99,7 +99,7 @@ def test_a_fleet_drains_one_after_the_other_under_load(
     model: Path, tmp_path: Path, moves: bool
 ) -> None:
     """None of its streams is lost; without moves a drain waits for the longest answer."""
-    extra = {"reuse_blocks": True, "reuse_min_tokens": 0}
+    extra = {"reuse_blocks": True}
     engines = {
         name: cluster.engine_server(
             name,

@@ -28,7 +28,6 @@ it for ended: on a busy machine new weights take seconds."""
 PAUSE_SECONDS = LEASE_SECONDS / 4
 NIXL = "vllm:commext_nixl_"
 COMPUTED = "vllm:prompt_tokens_by_source_total"
-REUSED = f"{NIXL}reuse_blocks_total"
 SECRET = "0123456789abcdef" * 2
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1", "COMMEXT_NIXL_SECRET": SECRET}
 LENGTHS = (100, 3 * CHUNK_TOKENS + 5)
@@ -168,8 +167,7 @@ def servers(
         cluster.plain_server(f"plain{number}", path, folder, environ=cluster.PLAIN_ENVIRON)
         for number, path in enumerate(models)
     ]
-    extra = {"reuse_blocks": True, "reuse_lookup_timeout": 60.0, "reuse_min_tokens": 0}
-    extra["kv_lease_duration"] = LEASE_SECONDS
+    extra = {"kv_lease_duration": LEASE_SECONDS}
     prefill, decode = (
         cluster.engine_server(
             name,
@@ -197,7 +195,7 @@ def servers(
         [prefill.url],
         [decode.url],
         folder,
-        args=[*cluster.PATIENT_PROXY_ARGS, "--reuse-blocks"],
+        args=cluster.PATIENT_PROXY_ARGS,
     )
     with cluster.all_ready([*plain, prefill, decode]), proxy:
         made = Servers(models, plain, prefill, decode, proxy, *files)
@@ -284,24 +282,6 @@ def test_a_load_that_is_under_way_while_weights_change_is_not_used(
         servers.load_other(*servers.engines)
     assert_same(servers.expected(prompt), asking.result())
     servers.check_new()
-
-
-def test_blocks_that_another_engine_has_on_offer_end_with_its_weights(servers: Servers) -> None:
-    prompt = servers.telling_prompt(LENGTHS[1])
-
-    def turn(engines: Sequence[Server]) -> Metrics:
-        nonlocal prompt
-        prompt += servers.asked(servers.proxy, prompt, max_tokens=40).token_ids
-        prompt += new_prompt(LENGTHS[0])
-        if engines:
-            servers.renew(*engines)
-        servers.call(servers.prefill, "reset_prefix_cache")  # or it needs nothing of D's
-        before = scrape(servers.prefill.url)
-        assert_same(servers.expected(prompt), servers.asked(servers.proxy, prompt))
-        return added(servers.prefill, before, COMPUTED, at_least=len(prompt))
-
-    assert turn(()).total(REUSED) > 0
-    assert turn(servers.engines).total(REUSED) == 0
 
 
 def test_what_d_has_cached_is_computed_anew_after_its_caches_are_cleared(servers: Servers) -> None:

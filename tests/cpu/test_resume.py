@@ -167,7 +167,7 @@ def servers(
             name,
             model,
             folder,
-            cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses, "reuse_min_tokens": 0}),
+            cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses}),
             args=[*args, *fleet.DRAIN_ARGS],
             environ=fleet.drain_environ(folder, name),
         )

@@ -280,7 +280,7 @@ def test_an_upgrade_need_not_wait_for_long_answers(
     """Of a prefill and two decode engines, from another vLLM to this one."""
     admin, seconds = fleet.AdminPort(tmp_path), dict[str, tuple[float, ...]]()
     with ExitStack() as stack:
-        extra = {"reuse_blocks": True, "reuse_min_tokens": 0}
+        extra = {"reuse_blocks": True}
         engines = Engines(tmp_path, stack, LONG_ARGS, extra, LONG_SECONDS)
         roles = {name: ROLES[name] for name in ("p0", "d0", "d1")}
         for name in roles:

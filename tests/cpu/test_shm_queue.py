@@ -32,7 +32,6 @@ NUM_PROMPTS, PROMPT_TOKENS = 4, 130
 PROMPTS = equal_prompts(NUM_PROMPTS, PROMPT_TOKENS, seed=5)
 IDLE_SECONDS = 5.0
 # NIXL's progress thread is not what is measured.
-PROGRESS_SECONDS = 0.01
 END_SECONDS = 60
 NO_RINGS = "cpu_collectives: not for group tp:0: vLLM's own shared memory serves it"
 EXECUTOR = os.environ.get("COMMEXT_TEST_EXECUTOR", "")
@@ -49,7 +48,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             folder,
             cluster.kv_transfer_config(
                 "kv_both",
-                extra={"progress_interval": PROGRESS_SECONDS, "host_copy": kind == "theirs"},
+                extra={"host_copy": kind == "theirs"},
             ),
             tensor_parallel_size=TP,
             # Two steps a prompt, both to be copied: the last token by itself, as it is where the

@@ -121,7 +121,7 @@ def test_every_service_and_policy_selects_the_pods_of_one_deployment() -> None:
 def test_engines_are_reached_by_all_that_read_from_or_ask_them(name: str) -> None:
     rules = of_kind("NetworkPolicy")[name]["spec"]["ingress"]
     everything = [one for rule in rules if "ports" not in rule for one in rule["from"]]
-    # With reuse_blocks prefill engines ask decode engines, and these one another.
+    # NIXL's connections go both ways; with reuse_blocks decode engines ask one another.
     askers = ["commext-decode"] if name == "commext-prefill" else [*ENGINES]
     assert [one["podSelector"]["matchLabels"] for one in everything] == [
         labels(asker) for asker in askers

@@ -26,7 +26,7 @@ _GROUPS = {
     "where it listens": ("host", "port", "reuse_port", "log_level", "access_log"),
     "which engines serve a request": (
         *("placement", "ttft_ms", "tpot_ms", "prompt_order", "min_prompt_tokens"),
-        *("stream_chunks", "affinity", "reuse_blocks"),
+        *("stream_chunks", "affinity"),
     ),
     "health and failures": (
         *("health_interval_seconds", "health_timeout_seconds", "engine_lost_seconds"),
@@ -65,6 +65,8 @@ GONE = {
     "--request-attempts": "a request is tried twice",
     "--resume-bytes": "256 MiB are kept to resume streams; --no-resume keeps nothing",
     "--upload-bytes-per-second": "a body has --client-timeout, and a second for each 256 KiB",
+    "--reuse-blocks": "a conversation goes to the engine that has its KV cache, by default; for a "
+    "cache that all engines share, add vLLM's OffloadingConnector to them",
     "--workers": "start several proxies with --reuse-port on one --port, or behind a balancer",
 }
 """Options of earlier releases: what to use instead."""
@@ -201,12 +203,6 @@ def _add_placement(add: Callable[..., None]) -> None:
         help="in which order prompts go to an engine that computes others: short ones before long "
         "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
         "--ttft-ms; default: %(default)s",
-    )
-    add(
-        "--reuse-blocks",
-        action="store_true",
-        help="name to P the decode engines that may hold the beginning of a prompt, whose blocks P "
-        "then reads; needs reuse_blocks in all engines' kv_connector_extra_config",
     )
 
 

@@ -222,12 +222,12 @@ CONNECTOR_CHECKS: CheckRows = {
             ),
         ),
         "read_blocks": (
-            "what a failed load has brought is found in the prefix cache",
+            "what a failed load has brought is found in the prefix cache, and blocks by request",
             has_methods(
                 "vllm.v1.core.kv_cache_manager:KVCacheManager",
                 {
                     "cache_blocks": ("request", "num_computed_tokens"),
-                    "get_block_ids": ("request_id",),
+                    "get_blocks": ("request_id",),
                 },
             ),
         ),

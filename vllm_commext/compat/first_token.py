@@ -37,6 +37,7 @@ from vllm_commext.nixl.wire.params import is_for_decode, params_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -88,15 +89,10 @@ class Source(Protocol):
     """The connector's scheduler side, as far as it is asked here."""
 
     def note_step(
-        self,
-        defer_frees: Callable[[], bool],
-        keep_blocks: Callable[[Request, int], list[int]],
-        running: RunningRequests,
+        self, keep_blocks: Callable[[Request, int], None], running: RunningRequests
     ) -> None:
-        """The engine is going to take a step; ``defer_frees`` has blocks kept that a step under way
-        may write to, and says whether they are; ``keep_blocks`` gives the blocks of a request's
-        first tokens to the prefix cache, and returns all that it holds, of its first group;
-        ``running`` are the requests that run, each with its blocks of that group."""
+        """The engine is going to take a step; ``keep_blocks`` gives the blocks of a request's first
+        tokens to the prefix cache."""
         ...
 
     def take_first_tokens(
@@ -129,11 +125,7 @@ class FirstTokens:
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         scheduler = core.scheduler
-        self._source.note_step(
-            lambda: defer_frees(scheduler),
-            partial(keep_blocks, scheduler),
-            RunningRequests(scheduler),
-        )
+        self._source.note_step(partial(keep_blocks, scheduler), RunningRequests(scheduler))
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not core.scheduler.running
@@ -237,48 +229,22 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
         _refuse(core, request)
 
 
-def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> list[int]:
+def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> None:
     """Have a request's first blocks found by all that begin like it, itself among them: its load
-    has failed after them, and it still holds them.  Returns these and its others."""
-    if transfer_results_class() is None:  # vLLM has it compute into them
-        return []
-    scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
-    return scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    has failed after them, and it still holds them."""
+    if transfer_results_class() is not None:  # else vLLM has it compute into them
+        scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
 
 
 class RunningRequests:
-    """A scheduler's requests that run, each with its blocks of the first group, as they are when
-    it is gone through; how many there are can be asked from any thread."""
+    """A scheduler's requests that run."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
-    def __len__(self) -> int:
-        return len(self._scheduler.running)
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._scheduler.running)
 
-    def __iter__(self) -> Iterator[tuple[Request, list[int]]]:
-        manager = self._scheduler.kv_cache_manager
-        for request in self._scheduler.running:
-            yield request, manager.get_block_ids(request.request_id)[0]
-
-
-def defer_frees(scheduler: Any) -> bool:
-    """Have vLLM keep blocks that a step under way may still write to until that step has ended;
-    returns whether it does.
-
-    With async scheduling a step may be under way when a request ends or is preempted. Where the
-    next user of a block computes, its step comes later; a load is not ordered behind that step,
-    which would overwrite what it has brought. vLLM keeps such blocks a step longer, but only on
-    consumers (``kv_role``): a producer that reuses what other engines hold loads, too.
-
-    Args:
-        scheduler: vLLM's, before its first step: it counts steps for that from the first one on.
-    """
-    deferred: bool | None = getattr(scheduler, "defer_block_free", None)
-    if deferred or deferred is None:
-        return deferred is not None
-    if scheduler.vllm_config.max_concurrent_batches > 1:
-        if scheduler.current_step:
-            return False
-        scheduler.defer_block_free = True
-    return True
+    def blocks_of(self, request: Request) -> list[KVCacheBlock]:
+        """The request's blocks of the first group."""
+        return self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_commext.errors import ConfigError
 
+NUM_THREADS = 4
 NEVER, AUTO = "never", "auto"
 
 
@@ -18,8 +19,8 @@ class ConnectorConfig:
 
     Attributes:
         backends: NIXL backends to create, in order of preference.
-        num_threads: worker threads of the UCX backend; each holds doorbell pages on RDMA NICs.
-        backend_params: further parameters of each backend, as NIXL's plug-ins name them.
+        backend_params: parameters of each backend, as NIXL's plug-ins name them; ``num_threads``
+            of UCX is 4 where it is not set, and each thread holds doorbell pages on RDMA NICs.
         enforce_handshake_compat: refuse a peer whose configuration differs (``True``), or warn and
             go on where the bytes still have the same size and order (``False``).
         require_fence: refuse request parameters without a fence (``True``), or warn and read blocks
@@ -31,14 +32,9 @@ class ConnectorConfig:
         kv_lease_duration: how long a prefill engine keeps the blocks of a request after the last
             sign of a reader; decode engines that wait or read give one each sixth of it.
         kv_lease_max_duration: how long it keeps them at most, whatever the readers say.
-        progress_interval: longest pause between two turns of NIXL's progress thread, which would
-            otherwise keep a core busy. What arrives wakes it, save where UCX misses an event.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
-        peer_idle_timeout: a prefill worker that no request has needed for as long is forgotten.
         peers: side channels of prefill engines to connect to before the first request, as
             ``host:port``; see ``preconnect``.
-        max_peers: prefill workers that one worker knows at a time; the one that was needed least
-            recently makes room.
         transfer_timeout: a load fails when nothing of it has arrived for as long, although it was
             its turn; its blocks stay out of use until NIXL reports the end of its reads.
         max_bytes_in_flight: bytes that one worker reads from one prefill worker at a time; further
@@ -50,13 +46,9 @@ class ConnectorConfig:
             to both engines at once. See ``stream``.
         stream_begin_timeout: how long a decode engine waits for a prefill engine to begin with such
             a request.
-        reuse_blocks: let other engines read, by hash, blocks of finished requests for as long as
-            they are not used again, and read blocks that a router says another engine has; on all
-            engines involved. See ``reuse``.
-        reuse_lookup_timeout: how long a request waits for the answer which of its blocks those
-            engines have; without one it is computed here.
-        reuse_min_tokens: fewer tokens of a prompt are not read from those engines but computed,
-            and their answer is not waited for where it could bring no more.
+        reuse_blocks: let another decode engine that goes on with an answer of this one read its
+            blocks, and read those of answers that go on here. See ``reuse``.
+        reuse_lookup_timeout: how long such a request waits for what is there; then it is computed.
         first_token_from_prefill: hand over the first token that was sampled after a prompt, and
             answer with one that was handed over, where that is exact; see ``first_token``.
         mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
@@ -69,17 +61,13 @@ class ConnectorConfig:
     side_channel_host: str
     side_channel_port: int
     backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 4
     backend_params: Mapping[str, str] = field(default_factory=dict[str, str])
     enforce_handshake_compat: bool = True
     require_fence: bool = True
     kv_lease_duration: float = 60.0
     kv_lease_max_duration: float = 600.0
-    progress_interval: float = 0.02
     handshake_timeout: float = 10.0
-    peer_idle_timeout: float = 1800.0
     peers: tuple[str, ...] = ()
-    max_peers: int = 128
     transfer_timeout: float = 60.0
     max_bytes_in_flight: int = 1 << 30
     host_copy: bool = False
@@ -90,8 +78,11 @@ class ConnectorConfig:
     stream_begin_timeout: float = 300.0
     reuse_blocks: bool = False
     reuse_lookup_timeout: float = 0.5
-    reuse_min_tokens: int = 1024
     side_channel_secret_file: str = ""
+
+    @property
+    def num_threads(self) -> int:
+        return int(self.backend_params.get("num_threads", NUM_THREADS))
 
 
 _FIELDS = dataclasses.fields(ConnectorConfig)
@@ -108,6 +99,12 @@ GONE = {
     "gather_slot_bytes": _PIECES,
     "gather_min_pieces": _PIECES,
     "wire_compression": "the KV cache is sent as it is; a smaller one is --kv-cache-dtype fp8",
+    "num_threads": 'it is one of backend_params: {"num_threads": "8"}',
+    "progress_interval": "NIXL's progress thread looks every 0.02 s, and at once at what arrives",
+    "peer_idle_timeout": "a prefill worker that no request needs is forgotten after half an hour",
+    "max_peers": "a worker knows up to 128 prefill workers, the ones needed last",
+    "reuse_min_tokens": "only blocks of answers that go on at another engine are read, and all of "
+    "them: leave it out",
 }
 """Keys of earlier releases, and what takes their place."""
 _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
@@ -136,9 +133,7 @@ def parse_config(
 def _checked(key: str, value: Any) -> Any:
     if key in _SECONDS:
         return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
-    if key in ("num_threads", "reuse_min_tokens"):
-        return _expect(key, value, _is_int(value) and value >= 0, "an integer of at least 0", int)
-    if key in ("max_peers", "max_bytes_in_flight"):
+    if key == "max_bytes_in_flight":
         return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
     if key == "side_channel_port":
         in_range = _is_int(value) and 0 < value < 65536
@@ -153,7 +148,9 @@ def _checked(key: str, value: Any) -> Any:
         return _expect(key, value, good, expected, tuple)
     if key == "backend_params":
         named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-        return _expect(key, value, named, "an object whose values are strings", dict)
+        named = named and str(value.get("num_threads", 0)).isdecimal()
+        expected = "an object whose values are strings, and num_threads a number"
+        return _expect(key, value, named, expected, dict)
     if key == "side_channel_secret_file":
         return _expect(key, value, isinstance(value, str), "the path of a file", str)
     if key == "side_channel_host":

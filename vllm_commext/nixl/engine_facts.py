@@ -107,7 +107,7 @@ def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         )
     if config.reuse_blocks:
         raise UnsupportedError(
-            f"{what} does not let other engines read blocks of finished requests: start without "
+            f"{what} does not let other engines read blocks of running requests: start without "
             "reuse_blocks in kv_connector_extra_config"
         )
 
@@ -143,7 +143,6 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
 
 
 def keeps_host_copy(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
-    """Whether peers read from a copy of the cache in host memory."""
     transfer = vllm_config.kv_transfer_config
     asked = transfer is not None and transfer.kv_buffer_device == "cpu"
     return config.host_copy or (asked and _device_type() != "cpu")
@@ -152,7 +151,6 @@ def keeps_host_copy(vllm_config: VllmConfig, config: ConnectorConfig) -> bool:
 def streaming_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> Streaming:
-    """What an engine does of chunk streaming."""
     groups = groups_of(kv_cache_config)
     refusal = streaming_refusal(
         groups,
@@ -173,7 +171,6 @@ def streaming_of(
 def reusing_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> Reusing:
-    """What an engine does of reuse across engines."""
     groups = groups_of(kv_cache_config)
     refusal = reuse_refusal(
         groups,
@@ -181,6 +178,9 @@ def reusing_of(
         keeps_host_copy=keeps_host_copy(vllm_config, config),
         zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
     )
+    transfer = vllm_config.kv_transfer_config
+    if not refusal and not (transfer is not None and transfer.is_kv_consumer):
+        refusal = NoReuse.ROLE
     if not refusal and vllm_config.speculative_config is not None:
         refusal = NoReuse.SPECULATION
     if not refusal and getattr(vllm_config, "diffusion_config", None) is not None:

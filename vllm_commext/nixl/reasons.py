@@ -65,7 +65,4 @@ class NoReuse(Reason):
         "steps",
         "the engine's step is left as it is, so that failed reads could not be computed here",
     )
-    FREES = (
-        "frees",
-        "this vLLM cannot be told to keep blocks that a step under way may still write to",
-    )
+    ROLE = "role", "only engines that decode (kv_consumer, kv_both) go on with others' answers"

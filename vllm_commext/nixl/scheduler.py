@@ -15,7 +15,7 @@ from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import GAUGES, HANDOVERS, STREAMS, empty_data
 from vllm_commext.nixl.prefill.prefill_state import releases_of
-from vllm_commext.nixl.prefill.prefills import FINISHED, Prefills
+from vllm_commext.nixl.prefill.prefills import Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.wire.params import is_for_decode, is_for_prefill, params_of
@@ -48,8 +48,8 @@ class SchedulerSide:
         self._log = RateLimitedLog()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """Learn of the pool, so that blocks of late loads can be kept out of use, and blocks of
-        finished requests offered until they are used again."""
+        """Learn of the pool, so that blocks of late loads can be kept out of use, and others
+        offered until they are used again."""
         self.prompts.quarantine.bind(block_pool)
         self._reuse.bind(block_pool)
 
@@ -96,7 +96,6 @@ class SchedulerSide:
         )
 
     def close(self) -> None:
-        """Stop serving."""
         self.engine.client.close()
         self.engine.wakeup.close()
         if self._server is not None:
@@ -128,8 +127,7 @@ class SchedulerSide:
         """A request ended: whether its blocks must be kept, and what the decode engine must
         know."""
         is_unread = self.prompts.finish(request)
-        if request.status in FINISHED and not is_unread:
-            self._reuse.offer(request, block_ids[0])
+        self._reuse.end(request.request_id)
         return self._prefills.finish(request, block_ids, is_computed=not is_unread)
 
     def forget_computed(self) -> None:
@@ -140,8 +138,6 @@ class SchedulerSide:
         self._reuse.clear()
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """Whether the engine is paused, told before each step: then it keeps nothing for others,
-        and has nothing kept."""
         if is_paused:
             self._prefills.release_all()
         self.prompts.note_pause(is_paused=is_paused)
@@ -167,7 +163,6 @@ class SchedulerSide:
         return {**(data or empty_data()), GAUGES: gauges} if data or gauges else None
 
     def take_step(self, scheduled: SchedulerOutput) -> StepMetadata:
-        """What the workers must know of this step."""
         taken, self.engine.step = self.engine.step, StepMetadata()
         loaded = {load.request_id for load in taken.loads}
         taken.waits = [wait for wait in taken.waits if wait.request_id not in loaded]

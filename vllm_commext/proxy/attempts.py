@@ -9,11 +9,9 @@ from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.choice import Plan, most_tokens
 from vllm_commext.proxy.engines import (
-    MAX_PLACES,
     Engine,
     EnginePool,
     SideChannelFields,
-    places_of,
 )
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.response import Opened
@@ -138,14 +136,6 @@ class Attempts:
             self.opened.close()
         if self.transcript is not None:
             self.transcript.close()
-
-    def places(self) -> list[SideChannelFields]:
-        """Side channels that may offer blocks of the prompt, first of engines that failed with
-        it."""
-        failed = [one for one in self.failed_decode if one.healthy]
-        first = [place for one in failed for place in one.capabilities.offers]
-        known = places_of(self._decode.engines, self.prefix)
-        return [*first, *(one for one in known if one not in first)][:MAX_PLACES]
 
     def avoided(self) -> list[Engine]:
         """Decode engines to ask last: those that failed, and the prefill engine itself, which

@@ -119,7 +119,6 @@ class ProxyConfig:
     stream_chunks: str = AUTO
     placement: str = AUTO
     prompt_order: str = AUTO
-    reuse_blocks: bool = False
     admin_token_file: str = _file("holds the admin port's token")
     drain_timeout_seconds: float = _option(
         30.0, "timeout for running requests to end after SIGTERM"
@@ -147,11 +146,6 @@ class ProxyConfig:
             )
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
-        if self.reuse_blocks and not self.affinity:
-            raise ConfigError(
-                "reuse_blocks: expected affinity, by which the proxy knows which decode engine may "
-                "hold a conversation: leave out --no-affinity or --reuse-blocks"
-            )
         may_be_empty = bool(self.both or self.engines_file) or self.admin_port is not None
         for role, is_needed in (("prefill", True), ("decode", True), ("both", False)):
             urls = _engine_urls(role, getattr(self, role), may_be_empty or not is_needed)

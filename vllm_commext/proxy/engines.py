@@ -1,7 +1,7 @@
 """The engines of one role: their capabilities, state, and which takes the next request."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,6 @@ BOTH = "both"
 ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
-MAX_PLACES = 16
 SideChannelFields = Mapping[str, str | int]
 INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
@@ -320,11 +319,3 @@ class EnginePool:
         )
         self._next_idx = (self.engines.index(chosen[0]) + 1) % count
         return chosen
-
-
-def places_of(engines: Iterable[Engine], prefix: Prefix) -> list[SideChannelFields]:
-    """Side channels of engines that may hold the prompt's beginning, most first."""
-    held = [(one.memory.held_tokens(prefix), one) for one in engines if one.healthy]
-    held.sort(key=lambda pair: -pair[0])
-    places = [place for tokens, one in held if tokens > 0 for place in one.capabilities.offers]
-    return places[:MAX_PLACES]

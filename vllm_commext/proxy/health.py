@@ -11,7 +11,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import PREFILL, Engine, read_cache, read_capabilities
+from vllm_commext.proxy.engines import Engine, read_cache, read_capabilities
 from vllm_commext.proxy.outcome import lack
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -126,16 +126,6 @@ class HealthMonitor:
                 engine.load.note_cache(*cache)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
-            return
-        if is_known or not self._config.reuse_blocks or engine.role == PREFILL:
-            return
-        if not engine.capabilities.offers:
-            logger.warning(
-                "%s (%s) offers no blocks for reuse: set reuse_blocks in its "
-                "kv_connector_extra_config",
-                engine.name,
-                engine.url,
-            )
 
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
         """Status of /health, whether the engine drains, and the failure, if any."""

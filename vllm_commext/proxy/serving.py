@@ -242,8 +242,7 @@ class Service:
         )
         if (attempts.num_failed or attempts.num_resumed) and refusal != AtOnce.OFF:
             refusal = AtOnce.AGAIN
-        places = attempts.places() if self._config.reuse_blocks else []
-        return Stream(attempts.body, attempts.payload, ask, refusal, places)
+        return Stream(attempts.body, attempts.payload, ask, refusal)
 
     async def _take_stream(
         self, stream: Stream, attempts: Attempts, prefilled: Prefilled | None, outcome: Outcome

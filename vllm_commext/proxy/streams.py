@@ -6,7 +6,7 @@ D must know P's side channel before P answers; the engines' metrics pages name i
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,13 +51,8 @@ def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtO
     return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 
 
-def prefill_body(
-    body: Mapping[str, Any],
-    stream_key: str,
-    places: Sequence[Mapping[str, Any]] = (),
-    key: str = "",
-) -> dict[str, Any]:
-    step = two_step.prefill_body(body, places, key)
+def prefill_body(body: Mapping[str, Any], stream_key: str, key: str = "") -> dict[str, Any]:
+    step = two_step.prefill_body(body, key)
     step["kv_transfer_params"]["stream_key"] = stream_key
     return step
 
@@ -78,14 +73,12 @@ class Payloads(Protocol):
 
 @dataclass(eq=False)
 class Stream:
-    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine. places: side
-    channels that may offer blocks."""
+    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
 
     _body: Mapping[str, Any]
     _payload: Payloads
     _ask: Callable[[Any, Engine], Any]
     way: AtOnce | None = None
-    _places: Sequence[Mapping[str, Any]] = ()
     _asked: Engine | None = None
     _place: SideChannel | None = None
     _decode: asyncio.Task[Opened] | None = None
@@ -102,14 +95,14 @@ class Stream:
         place = self.way or place_or_reason(engine)
         if isinstance(place, AtOnce):
             self.way = place
-            body = two_step.prefill_body(self._body, self._places, key)
+            body = two_step.prefill_body(self._body, key)
             return self._payload(body, is_stream=False)
         self._place, self._asked = place, engine
         engine.num_waiting += 1
         stream_key = secrets.token_hex(KEY_BYTES)
         payload = self._payload(decode_body(self._body, stream_key, place))
         self._decode = asyncio.create_task(self._ask(payload, engine))
-        body = prefill_body(self._body, stream_key, self._places, key)
+        body = prefill_body(self._body, stream_key, key)
         return self._payload(body, is_stream=False)
 
     @property

@@ -14,7 +14,7 @@ prompt tokens), or mean another prompt once ``max_tokens`` is 1 (truncation to w
 the context). All of these go to a decode engine as they are, which prefills for itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_commext.proxy.body import LENGTHS, RawJson, decode, num_tokens
@@ -154,11 +154,8 @@ def _is_count(value: Any) -> bool:
     return value is None or (isinstance(value, int) and value >= 0)
 
 
-def prefill_body(
-    body: Mapping[str, Any], places: Sequence[Mapping[str, Any]] = (), key: str = ""
-) -> dict[str, Any]:
-    """Body for the prefill engine: the same prompt, and one token. *places*: side channels that may
-    offer blocks.
+def prefill_body(body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """Body for the prefill engine: the same prompt, and one token.
 
     All else stays, so that what an engine refuses is refused here: for an engine with a *key* the
     client's own limits, too.
@@ -170,8 +167,6 @@ def prefill_body(
     step["kv_transfer_params"] = {**_own_params(body), **KEEP_FOR_DECODE}
     if key:
         step["kv_transfer_params"]["prefill_key"] = key
-    if places:
-        step["kv_transfer_params"]["reuse_from"] = [dict(place) for place in places]
     return step
 
 

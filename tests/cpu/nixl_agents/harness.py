@@ -260,7 +260,11 @@ def _layout(
 
 def _config(port: int, settings: dict[str, Any]) -> ConnectorConfig:
     """With a side channel at *port*, the rest by default or as in *settings*."""
-    defaults = {"num_threads": 1, "handshake_timeout": PATIENCE_SECONDS, "require_fence": False}
+    defaults = {
+        "backend_params": {"num_threads": "1"},
+        "handshake_timeout": PATIENCE_SECONDS,
+        "require_fence": False,
+    }
     places = {"side_channel_host": HOST, "side_channel_port": port}
     return ConnectorConfig(**places, **{**defaults, **settings})
 

@@ -67,9 +67,8 @@ class Worker:
         config = ConnectorConfig(
             side_channel_host=HOST,
             side_channel_port=port,
-            num_threads=1,
+            backend_params={"num_threads": "1"},
             handshake_timeout=BOUND_SECONDS,
-            progress_interval=0.002,
         )
         self.regions = regions_of(self.layout.groups, stream_tokens)
         num_pieces = sum(region.num_pieces for region in self.regions)

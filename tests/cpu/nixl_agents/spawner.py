@@ -30,7 +30,13 @@ def tell(incarnation: str, what: str) -> None:
 
 def live(port: int, incarnation: str, wanted: dict[str, Any]) -> None:
     """A peer's life; it ends with the process."""
-    engine = Engine(ENGINE_ID, seed=SEED, port=port, incarnation=incarnation, num_threads=0)
+    engine = Engine(
+        ENGINE_ID,
+        seed=SEED,
+        port=port,
+        incarnation=incarnation,
+        backend_params={"num_threads": "0"},
+    )
     block_ids = (tuple(wanted.pop("block_ids")),)
     engine.load(load_of(incarnation, RemoteRequest(**wanted, block_ids=block_ids), [5]))
     tell(incarnation, "failed" if engine.outcomes.failed else "ready")

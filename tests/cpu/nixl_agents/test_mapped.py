@@ -169,8 +169,11 @@ def test_a_late_read_keeps_its_mapping_until_it_has_ended(make_engine: MakeEngin
     wait_until(lambda: pair.num_open == 0, "the mapping to be closed")
 
 
-def test_peers_that_are_not_needed_are_unmapped(make_engine: MakeEngine) -> None:
-    pair = Pair(make_engine, peer_idle_timeout=0.5)
+def test_peers_that_are_not_needed_are_unmapped(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 0.5)
+    pair = Pair(make_engine)
     assert_works(pair.decode, pair.prefill, "first")
     assert pair.num_open == 4
     wait_until(lambda: pair.num_open == 0, "the mapping to be closed")

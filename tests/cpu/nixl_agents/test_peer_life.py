@@ -107,7 +107,7 @@ def test_a_peer_that_drains_is_read_from_and_its_end_is_no_surprise(
 
 
 def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEngine) -> None:
-    decode = make_engine("d", seed=2, num_threads=2)
+    decode = make_engine("d", seed=2, backend_params={"num_threads": "2"})
     peers = decode.thread._loader._peers
     with (
         PeerProcess("p", seed=1, whole=True) as first,
@@ -125,8 +125,11 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
     assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")
 
 
-def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> None:
-    decode = make_engine("d", seed=2, peer_idle_timeout=0.5)
+def test_peers_that_are_not_needed_are_forgotten(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 0.5)
+    decode = make_engine("d", seed=2)
     for name in ("p", "q"):
         assert_works(decode, make_engine(name, seed=3, serve=True), name)
     wait_until(lambda: states(decode) == {}, "both to be forgotten")
@@ -136,10 +139,11 @@ def test_peers_that_are_not_needed_are_forgotten(make_engine: MakeEngine) -> Non
 
 @pytest.mark.parametrize("facts", [None, {"model": "another"}])
 def test_a_peer_that_is_forgotten_and_needed_again_keeps_its_connection(
-    make_engine: MakeEngine, facts: dict[str, str] | None
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, facts: dict[str, str] | None
 ) -> None:
     """And one that does not fit, and is told so again and again."""
-    decode = make_engine("d", seed=2, peer_idle_timeout=0.2)
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 0.2)
+    decode = make_engine("d", seed=2)
     peer = make_engine("p", seed=3, serve=True, facts=facts)
     counts: list[int] = []
     for turn in range(4):
@@ -178,8 +182,10 @@ def test_a_peer_that_lives_and_whose_side_channel_closes_keeps_its_connection(
 
 def test_a_peer_keeps_its_connection_where_one_of_its_addresses_ends(
     make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decode = make_engine("d", seed=2, peer_idle_timeout=2.0)
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 2.0)
+    decode = make_engine("d", seed=2)
     peer = make_engine("p", seed=3, serve=True)
     assert_works(decode, peer)
     before = num_sockets()
@@ -197,7 +203,8 @@ def test_a_peer_that_was_late_and_is_not_needed_keeps_its_connection(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is told of blocks on offer, so nobody has asked whether it lives."""
-    settings = {"reuse_blocks": True, "transfer_timeout": 1.0, "peer_idle_timeout": 1.0}
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 1.0)
+    settings = {"reuse_blocks": True, "transfer_timeout": 1.0}
     decode = make_engine("d", seed=2, **settings)
     peer = make_engine("p", seed=3, serve=True, **settings)
     assert_works(decode, peer)
@@ -231,7 +238,8 @@ def test_few_agents_are_kept_for_peers_that_may_be_needed_again(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "MAX_KEPT", 2)
-    decode = make_engine("d", seed=2, peer_idle_timeout=1.0)  # longer than until a release
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 1.0)
+    decode = make_engine("d", seed=2)
     agents = decode.thread._loader._peers._links._agents
     for number in range(4):
         assert_works(decode, make_engine(f"p{number}", seed=3, serve=True), f"r{number}")
@@ -239,8 +247,11 @@ def test_few_agents_are_kept_for_peers_that_may_be_needed_again(
         assert len(agents) == min(number + 1, 2)
 
 
-def test_the_peer_that_was_needed_least_recently_makes_room(make_engine: MakeEngine) -> None:
-    decode = make_engine("d", seed=2, max_peers=2)
+def test_the_peer_that_was_needed_least_recently_makes_room(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_commext.nixl.decode.peers.MAX_PEERS", 2)
+    decode = make_engine("d", seed=2)
     peers = [make_engine(f"p{number}", seed=number, serve=True) for number in range(3)]
     loader = decode.thread._loader
     known = loader._peers._peers

@@ -117,7 +117,11 @@ def test_a_peer_that_stalls_again_and_again_keeps_one_connection(
     make_engine: MakeEngine, handshake_timeout: float
 ) -> None:
     """Whether no answer comes, or no connection."""
-    settings = {"transfer_timeout": 1.0, "handshake_timeout": handshake_timeout, "num_threads": 2}
+    settings = {
+        "transfer_timeout": 1.0,
+        "handshake_timeout": handshake_timeout,
+        "backend_params": {"num_threads": "2"},
+    }
     decode = make_engine("d", seed=2, **settings)
     with PeerProcess("p", seed=1, whole=True) as peer:
         assert_works(decode, peer)

@@ -184,7 +184,7 @@ def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
     make_engine: MakeEngine, spawner: Spawner
 ) -> None:
     gc.collect()  # agents of earlier tests hold threads and descriptors
-    survivor = make_engine("survivor", seed=2, serve=True, num_threads=4)
+    survivor = make_engine("survivor", seed=2, serve=True, backend_params={"num_threads": "4"})
     following = spawner.start(survivor, "start-0")
     kinds: list[dict[str, int]] = []
     heap: list[int] = []

@@ -14,8 +14,6 @@ SECONDS = (
     "kv_lease_max_duration",
     "handshake_timeout",
     "transfer_timeout",
-    "progress_interval",
-    "peer_idle_timeout",
     "stream_begin_timeout",
     "reuse_lookup_timeout",
 )
@@ -34,8 +32,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ("UCX", "GDS"), ("UCX", "GDS")),
     ("backend_params", {}, {}),
     ("backend_params", {"split_batch_size": "64"}, {"split_batch_size": "64"}),
-    *((key, value, value) for key in ("num_threads", "reuse_min_tokens") for value in (0, 8)),
-    ("max_peers", 1, 1),
+    ("backend_params", {"num_threads": "0"}, {"num_threads": "0"}),
     ("max_bytes_in_flight", 1 << 40, 1 << 40),
     *((key, value, value) for key in FLAGS for value in (False, True)),
     ("peers", [], ()),
@@ -56,16 +53,8 @@ GOOD: list[tuple[str, Any, Any]] = [
 BAD: list[tuple[str, Any]] = [
     *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
     *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
-    *(
-        (key, value)
-        for key in ("num_threads", "reuse_min_tokens")
-        for value in (-1, 1.5, "4", True, None)
-    ),
-    *(
-        (key, value)
-        for key in ("max_peers", "max_bytes_in_flight")
-        for value in (0, -1, 1.5, "4", True, None)
-    ),
+    *(("backend_params", {"num_threads": value}) for value in ("-1", "1.5", "", 4, None)),
+    *(("max_bytes_in_flight", value) for value in (0, -1, 1.5, "4", True, None)),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
     *(("peers", value) for value in ("p0:5600", None, [5600], {"p0": 5600}, [["p0", 5600]])),
     *(
@@ -119,7 +108,7 @@ def test_a_bad_value_is_refused_with_its_key_and_value(key: str, given: Any) -> 
 
 def test_unknown_keys_are_listed_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse(backend=["UCX"], kv_lease=3, num_threads=2)
+        parse(backend=["UCX"], kv_lease=3, kv_lease_duration=2)
     assert "['backend', 'kv_lease']" in str(raised.value)
     for key in KNOWN_KEYS:
         assert key in str(raised.value)

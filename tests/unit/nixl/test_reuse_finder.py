@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -12,7 +13,6 @@ from msgspec.structs import replace
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reuse.offers import OfferTable
 from vllm_commext.nixl.reuse.side import BlockFinder
@@ -96,6 +96,13 @@ def test_the_run_that_is_on_offer_is_found(make: Any, serve: Any, secret: bytes 
     assert finder.num_rings == 3
 
 
+def test_a_question_that_may_wait_as_older_engines_ask_it_is_answered_at_once() -> None:
+    older = {"kind": "find_blocks", "hashes": NAMES[0], "consumer": "d", "wait_seconds": 0.5}
+    frame = {**older, "magic": wire.MAGIC, "version": wire.PROTOCOL_VERSION}
+    asked = wire.FindBlocks(hashes=NAMES[0], consumer="d")
+    assert wire.decode_request(msgspec.msgpack.encode(frame)) == asked
+
+
 def test_a_long_prompt_is_one_question(make: Any, serve: Any) -> None:
     port, table = serve()
     hashes = [number.to_bytes(32, "big") for number in range(wire.MAX_HASHES)]
@@ -115,73 +122,6 @@ def test_many_requests_share_a_channel(make: Any, serve: Any) -> None:
         time.sleep(0.001)
     found = [finder.asks.take(f"r{number}").block_ids for number in range(1, 6)]
     assert found == [list(range(1, number + 1)) for number in range(1, 6)]
-
-
-def wait_for(look: Callable[[], bool]) -> None:
-    end = time.monotonic() + BOUND_SECONDS
-    while not look():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_what_requests_that_run_have_is_waited_for(make: Any, serve: Any) -> None:
-    """Several questions at a time, until somebody has looked."""
-    port, table = serve()
-    table.runs = lambda: True
-    table.offer(NAMES[:1], [5])
-    finder = make()
-    for number in (2, 3, 4):
-        finder.asks.search(f"r{number}", NAMES[:number], [(HOST, port)], may_run=True)
-    wait_for(lambda: len(table.wanted) == 3)
-    assert not any(finder.asks.is_done(f"r{number}") for number in (2, 3, 4))
-    table.offer(NAMES[1:3], [2, 7])
-    for hashes in table.wanted:
-        table.settle(hashes)
-    wait_for(lambda: all(finder.asks.is_done(f"r{number}") for number in (2, 3, 4)))
-    found = [finder.asks.take(f"r{number}").block_ids for number in (2, 3, 4)]
-    assert found == [[5, 2], [5, 2, 7], [5, 2, 7]]
-    assert table.wanted == []
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_what_is_on_offer_or_nobody_has_is_not_waited_for(
-    make: Any, serve: Any, runs: bool
-) -> None:
-    port, table = serve()
-    table.runs = lambda: runs
-    table.offer(NAMES[:3], [5, 2, 7])
-    names = NAMES[:3] if runs else NAMES
-    finder = make()
-    finder.asks.search("r", names, [(HOST, port)], may_run=True)
-    wait_for(lambda: finder.asks.is_done("r"))
-    assert finder.asks.take("r").block_ids == [5, 2, 7]
-
-
-def test_an_engine_that_does_not_look_says_what_is_on_offer(make: Any, serve: Any) -> None:
-    port, table = serve()
-    table.runs = lambda: True
-    table.offer(NAMES[:1], [5])
-    finder = make(limit_seconds=0.05)
-    finder.asks.search("r", NAMES, [(HOST, port)], may_run=True)
-    wait_for(lambda: finder.asks.is_done("r"))
-    assert finder.asks.take("r").block_ids == [5]
-    assert table.wanted == []
-
-
-def test_a_side_channel_holds_no_more_names_than_may_be(
-    make: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_channel, "MAX_HELD_KEYS", 5)
-    port, table = serve()
-    table.runs = lambda: True
-    finder = make()
-    names = [bytes([number, 1]) * 16 for number in range(24)]
-    assert finder.find("few", NAMES[:1], port) is None
-    finder.asks.search("long", names, [(HOST, port)], may_run=True)
-    wait_for(lambda: table.wanted == [b"".join(names)])
-    finder.asks.search("longer", [*names, *NAMES], [(HOST, port)], may_run=True)
-    wait_for(lambda: finder.asks.is_done("longer"))
-    assert not finder.asks.is_done("long")
 
 
 @pytest.mark.parametrize(
@@ -248,9 +188,9 @@ def test_side_channels_of_the_past_are_forgotten(
         table.offer(NAMES[:2], [5, 2])
         assert len(finder.find(f"r{number}", NAMES, port).block_ids) == 2
         assert len(finder.asks._channels) <= 4
-    assert list(finder.asks._channels) == [((HOST, port), 0) for port, _ in used[2:]]
+    assert list(finder.asks._channels) == [(HOST, port) for port, _ in used[2:]]
     assert len(finder.find("again", NAMES, used[2][0], used[0][0]).block_ids) == 2
-    last = [((HOST, used[n][0]), 0) for n in (2, 0)]
+    last = [(HOST, used[n][0]) for n in (2, 0)]
     assert list(finder.asks._channels)[-2:] == last
 
 

@@ -12,11 +12,11 @@ from vllm_commext.nixl.decode.sweep import num_descriptors
     ("settings", "expected"),
     [
         ({}, 4 * 1024),
-        ({"num_threads": 1}, 1024),
-        ({"num_threads": 0}, 0),
+        ({"backend_params": {"num_threads": "1"}}, 1024),
+        ({"backend_params": {"num_threads": "0"}}, 0),
         ({"backends": ("GDS",)}, 0),
-        ({"num_threads": 3, "backend_params": {"split_batch_size": "10"}}, 30),
-        ({"num_threads": 2, "backend_params": {"split_batch_size": "0"}}, 2),
+        ({"backend_params": {"num_threads": "3", "split_batch_size": "10"}}, 30),
+        ({"backend_params": {"num_threads": "2", "split_batch_size": "0"}}, 2),
     ],
 )
 def test_every_worker_thread_gets_a_share(settings: dict[str, Any], expected: int) -> None:

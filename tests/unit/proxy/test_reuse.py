@@ -1,23 +1,15 @@
-"""Which decode engines a prefill engine is told of, and what it is told."""
+"""What engines say of themselves on their metrics pages."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
-from tests.kit.request_bodies import arrived
-from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.affinity import NO_PREFIX, Prefix, prefix_of
-from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import (
     INFO_METRIC,
-    MAX_PLACES,
     STREAMS_METRIC,
     UNKNOWN,
     Engine,
-    EnginePool,
-    places_of,
     read_cache,
     read_capabilities,
 )
@@ -115,72 +107,8 @@ def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
         read_capabilities(page(broken))
 
 
-def prefix(prompt: str) -> Prefix:
-    body = arrived({**BODY, "prompt": prompt})
-    return prefix_of(body, body["prompt"], None)
-
-
-def pool_of(*held: str) -> EnginePool:
-    """Decode engines that have been asked for so much of the prompt."""
-    pool = EnginePool("decode", [f"http://d{n}:1" for n in range(len(held))], 10**6)
-    for number, (engine, prompt) in enumerate(zip(pool.engines, held, strict=True)):
-        engine.passed_check(rise=1)
-        engine.capabilities = read_capabilities(page(row(f"d{number}", 5600)))
-        engine.memory.note(prefix(prompt))
-    return pool
-
-
-def hosts(pool: EnginePool, prompt: str = "w" * 8000) -> list[str]:
-    return [place["host"] for place in places_of(pool.engines, prefix(prompt))]
-
-
-def test_who_holds_most_is_named_first_and_who_holds_nothing_not_at_all() -> None:
-    pool = pool_of("w" * 2100, "x" * 8000, "w" * 6000)
-    assert hosts(pool) == ["d2", "d0"]
-    assert places_of(pool.engines, NO_PREFIX) == []
-
-
-def test_an_engine_that_is_away_or_was_is_not_named() -> None:
-    pool = pool_of("w" * 8000, "w" * 4000)
-    pool.engines[0].refuse("gone")
-    assert hosts(pool) == ["d1"]
-    pool.engines[0].passed_check(rise=1)
-    assert hosts(pool) == ["d1"]
-
-
-def test_a_request_names_no_more_than_are_read() -> None:
-    assert len(hosts(pool_of(*["w" * 8000] * (MAX_PLACES + 3)))) == MAX_PLACES
-
-
-def test_without_affinity_nobody_knows_who_holds_what() -> None:
-    urls = {"prefill": ("http://p:1",), "decode": ("http://d:1",)}
-    with pytest.raises(ConfigError, match="affinity"):
-        ProxyConfig(**urls, reuse_blocks=True, affinity=False)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-async def test_the_second_turn_names_the_engine_of_the_first(kit: Any, is_on: bool) -> None:
-    told: list[Any] = []
-
-    async def prefill(call: Any) -> None:
-        told.append(call.body["kv_transfer_params"].get("reuse_from"))
-        answer = {"choices": [{}], "kv_transfer_params": {"remote_block_ids": [[1]]}}
-        await call.answer(200, json.dumps(answer).encode())
-
-    async with kit.cluster(reuse_blocks=is_on) as cluster:
-        for engine in cluster.prefill:
-            engine.behave = prefill
-        for _ in range(2):
-            async with cluster.post(BODY) as response:
-                assert response.status == 200
-                await response.read()
-        (used,) = [one for one in cluster.decode if one.calls]
-        place = {"host": "127.0.0.1", "port": used.port, "seal": "ab"}
-        assert told == [None, [place] if is_on else None]
-
-
 async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any) -> None:
-    async with kit.cluster(reuse_blocks=True, health_interval_seconds=0.05) as cluster:
+    async with kit.cluster(health_interval_seconds=0.05) as cluster:
         (engine,) = cluster.decode
         known = [one for pool in cluster.proxy.pools for one in pool.engines]
         (one,) = [one for one in known if one.url == engine.url]

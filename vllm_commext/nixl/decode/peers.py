@@ -80,7 +80,6 @@ class Peer:
 
     @property
     def ready_link(self) -> Link | None:
-        """The connection to read from, None where it is not ready."""
         return self.link if self.state == PeerState.READY else None
 
     @property
@@ -90,7 +89,6 @@ class Peer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way with it."""
         has_reads = self.link is not None and self.link.num_users > 1
         is_wanted = has_reads or bool(self.waiting) or bool(self.releases)
         return self.state != PeerState.HANDSHAKING and not is_wanted
@@ -107,6 +105,10 @@ class Peer:
             reach.drop()
 
 
+MAX_PEERS = 128
+"""Prefill workers that are known at a time; the one that was needed least recently makes room."""
+IDLE_SECONDS = 1800.0
+"""After which a prefill worker that no request has needed is forgotten."""
 RETIRE_SECONDS = 0.1
 """Between two looks for peers that are not needed any more."""
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
@@ -139,13 +141,11 @@ class PeerTable:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether something waits for a peer, or for its answer."""
         return any(
             peer.waiting or peer.state == PeerState.HANDSHAKING for peer in self._peers.values()
         )
 
     def request_for(self, engine_id: str, worker: int) -> wire.DescribeRequest:
-        """What asks an engine, "" for whichever it is, to describe one of its workers."""
         return wire.DescribeRequest(
             engine_id=engine_id,
             tp_rank=worker,
@@ -164,7 +164,6 @@ class PeerTable:
         return self._peers.get(key)
 
     def find(self, key: PeerKey, incarnation: str = "") -> Link | None:
-        """The link to read from, if its peer is ready and has not been restarted since."""
         peer = self._peers.get(key)
         if peer is None or peer.ready_link is None:
             return None
@@ -182,7 +181,6 @@ class PeerTable:
         return self._peers[key]
 
     def waiting(self) -> list[Peer]:
-        """Peers that parts wait for and that are not being asked."""
         return [
             peer
             for peer in self._peers.values()
@@ -190,7 +188,6 @@ class PeerTable:
         ]
 
     def withdraw(self, use: Use) -> list[Part]:
-        """Take back the parts of a use that wait for their peers."""
         taken: list[Part] = []
         for peer in self._peers.values():
             taken += [part for part in peer.waiting if part.use is use]
@@ -198,7 +195,6 @@ class PeerTable:
         return taken
 
     def poll(self) -> list[Peer]:
-        """Peers whose handshakes have ended since the last call, well or not."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -214,27 +210,22 @@ class PeerTable:
             self.forget(link.agent_name)
 
     def forget(self, agent_name: str) -> None:
-        """NIXL's connection to this agent is broken."""
         self._links.forget(agent_name)
 
     @property
     def is_sweeping(self) -> bool:
-        """Whether a peer is read on behalf of removed ones."""
         return self._sweeper.is_reading
 
     @property
     def has_sweeps_due(self) -> bool:
-        """Whether a peer is to be read on behalf of removed ones."""
         return self._sweeper.is_due and bool(self._links.live())
 
     def sweep(self) -> None:
-        """Let NIXL go on with what removals of peers have begun."""
         broken = self._sweeper.poll(self._links.live())
         if broken is not None:
             self.doubt(broken, broken=True)
 
     def close(self) -> None:
-        """Retire all peers and give up all handshakes."""
         for peer in list(self._peers.values()):
             self._retire(peer)
 
@@ -266,12 +257,12 @@ class PeerTable:
         return peer
 
     def _add(self, key: PeerKey) -> Peer:
-        if len(self._peers) >= self._config.max_peers:
+        if len(self._peers) >= MAX_PEERS:
             idle = [peer for peer in self._peers.values() if peer.is_idle]
             if not idle:
                 raise ProtocolError(
-                    f"expected at most {self._config.max_peers} prefill workers in use at a time, "
-                    "got one more: raise max_peers in kv_connector_extra_config"
+                    f"expected at most {MAX_PEERS} prefill workers in use at a time, got one more: "
+                    "have the router send fewer of them to this engine"
                 )
             self._retire(min(idle, key=lambda peer: peer.last_used))
         channel = SideChannel(
@@ -306,7 +297,6 @@ class PeerTable:
         self._ended.append(peer)
 
     def _connect(self, peer: Peer, described: WorkerDescription, incarnation: str) -> None:
-        """Connect to a worker that fits, or only to its agent where it does not."""
         try:
             enforce = self._config.enforce_handshake_compat
             tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
@@ -347,7 +337,6 @@ class PeerTable:
         self._links.close(peer.key, has_ended=has_ended)
 
     def _note_closed(self, key: PeerKey, error: CommextError) -> None:
-        """A peer's connection has closed while nothing was asked."""
         peer = self._peers[key]
         if peer.state != PeerState.READY:
             return
@@ -370,7 +359,6 @@ class PeerTable:
             logger.info("prefill engine %s %s", key, what)
 
     def _prove(self, peer: Peer) -> None:
-        """Find out whether a peer lives whose connection has closed."""
         if self._peers.get(peer.key) is not peer or not peer.has_closed:
             return
         try:
@@ -380,7 +368,7 @@ class PeerTable:
 
     def _retire_unused(self) -> None:
         self._client.after(RETIRE_SECONDS, self._retire_unused)
-        now, limit = time.monotonic(), self._config.peer_idle_timeout
+        now, limit = time.monotonic(), IDLE_SECONDS
         for peer in list(self._peers.values()):
             if peer.is_idle and now - peer.last_used >= limit:
                 logger.info("prefill engine %s was not needed for %g s; forgotten", peer.key, limit)

@@ -61,7 +61,7 @@ class RemotePrompts:
         self._trust = Trust(config.kv_lease_duration)
         self._states: dict[str, LoadState] = {}
         self._unread: list[LoadState] = []
-        self._keep_blocks: Callable[[Request, int], list[int]] = lambda request, num_tokens: []
+        self._keep_blocks: Callable[[Request, int], None] = lambda request, num_tokens: None
         self._log = RateLimitedLog()
 
     def add(self, request: Request) -> None:
@@ -78,7 +78,8 @@ class RemotePrompts:
             self._read(state)
 
     def search(self, request: Request) -> None:
-        """A request came in whose prompt is computed here: look for what other engines have."""
+        """A request came in whose prompt is computed here: look for what another engine has of it
+        that has begun its answer."""
         is_step_one = is_for_prefill(params_of(request))
         answer = [] if is_step_one else self._tokens.resume(request)
         if self._reuse.search(request, answer):
@@ -86,7 +87,6 @@ class RemotePrompts:
             self._states[request.request_id] = state
 
     def _ask(self, state: LoadState) -> None:
-        """Ask for the request's key until its prefill engine has begun."""
         params, engine = params_of(state.request) or {}, self._engine
         no_token, no_stream = refusal_of(engine.sampler, state.request), engine.streaming.refusal
         if no_token:
@@ -104,7 +104,6 @@ class RemotePrompts:
             self._asker.watch(state.request_id, key_of(params), place, awaits_token=awaits_token)
 
     def _note_answer(self, state: LoadState, answer: TransferParams | CommextError) -> None:
-        """The prefill engine has begun with a request, or will not."""
         state.move(LoadPhase.KNOWN)
         self._asker.settle(state.request_id)
         try:
@@ -122,7 +121,6 @@ class RemotePrompts:
         self._engine.recorder.count_reason(HANDOVERS, Handover.STREAMED)
 
     def _read(self, state: LoadState) -> None:
-        """Read the request's parameters."""
         state.move(LoadPhase.KNOWN)
         is_awaited = state.token_phase is TokenPhase.AWAITED
         self._engine.recorder.count_reason(HANDOVERS, Handover.NO_KEY)
@@ -155,7 +153,6 @@ class RemotePrompts:
         return self._asker.answer(request_id) is None
 
     def _is_answered(self, state: LoadState) -> bool:
-        """Whether it is known where a prompt is; takes the prefill engine's answer."""
         if state.phase is LoadPhase.ASKED:
             answer = self._asker.answer(state.request_id)
             if answer is None:
@@ -163,27 +160,20 @@ class RemotePrompts:
             self._note_answer(state, answer)
         return True
 
-    def note_step(
-        self,
-        defer_frees: Callable[[], bool],
-        keep_blocks: Callable[[Request, int], list[int]],
-        running: Running,
-    ) -> None:
+    def note_step(self, keep_blocks: Callable[[Request, int], None], running: Running) -> None:
         """The engine is going to take a step.
 
         Args:
-            defer_frees: see ``ReuseSide.note_step``.
             keep_blocks: gives the blocks of a request's first so many tokens, which it still holds,
-                to the engine's prefix cache; returns all that it holds, of its first group.
+                to the engine's prefix cache.
             running: see ``ReuseSide.note_step``.
         """
         self._keep_blocks = keep_blocks
-        self._reuse.note_step(defer_frees, running)
+        self._reuse.note_step(running)
 
     def take_first_tokens(
         self, *, is_idle: bool = False
     ) -> list[tuple[Request, list[int], FirstToken]]:
-        """See ``RemoteTokens.take``; ``note_first_token`` says what has become of each."""
         return self._tokens.take(self._find_answered, is_idle=is_idle)
 
     def _find_answered(self, request_id: str) -> LoadState | None:
@@ -191,7 +181,6 @@ class RemotePrompts:
         return state if state is not None and self._is_answered(state) else None
 
     def note_first_token(self, request: Request, way: FirstToken) -> None:
-        """Count where a request's first token comes from."""
         self._engine.recorder.count_reason(FIRST_TOKENS, way)
         if (state := self._states.get(request.request_id)) is not None:
             is_sent = way in (FirstToken.PREFILL, FirstToken.RESUMED)
@@ -255,7 +244,6 @@ class RemotePrompts:
             self._engine.step.loads.append(load)
 
     def _describe(self, state: LoadState, load: Load) -> None:
-        """Say where the load's blocks are, or why it is refused."""
         try:
             load.num_tokens = self._match.num_tokens(state.request, state.params.remote)
             load.remote = state.params.remote
@@ -272,7 +260,6 @@ class RemotePrompts:
     def _begin(
         self, state: LoadState, load: Load, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request runs when its blocks are filled."""
         load.blocks = blocks_to_fill(
             self._engine.groups,
             [[block.block_id for block in group] for group in blocks.blocks],
@@ -339,8 +326,7 @@ class RemotePrompts:
         if state.failure:
             recorder.count_reason(FAILURES, state.failure)
             if state.num_read and not state.is_void:
-                block_ids = self._keep_blocks(state.request, state.num_read)
-                self._reuse.offer(state.request, block_ids, state.num_read)
+                self._keep_blocks(state.request, state.num_read)
             return
         recorder.count(blocks=state.num_missing)
         if is_here and state.arrived is not None:
@@ -372,5 +358,4 @@ class RemotePrompts:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the engine is paused, and no load is under way."""
         return self._trust.is_paused and not self.quarantine.has_loads

@@ -97,7 +97,6 @@ class CommextNixlStats(KVConnectorStats):
         self.data = empty_data()
 
     def aggregate(self, other: KVConnectorStats) -> CommextNixlStats:
-        """Add another worker's or interval's record to this one."""
         merge(self.data, other.data)
         return self
 
@@ -105,7 +104,6 @@ class CommextNixlStats(KVConnectorStats):
         return is_empty(self.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Summary for vLLM's periodic log line."""
         seconds = np.asarray(self.data["transfer_seconds"] or [0.0])
         megabytes = self.data["bytes"] / 1e6
         total_seconds = float(seconds.sum())
@@ -188,6 +186,7 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
         streams = config.stream_chunks and not keeps_host_copy(vllm_config, config)
+        reuses = config.reuse_blocks and transfer.is_kv_consumer
         secret = read_secret(config.side_channel_secret_file)
         info = make_gauge(
             name="vllm:commext_nixl_info",
@@ -200,12 +199,11 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         for index, values in self._values.items():
             place = write_place(config.side_channel_host, config.side_channel_port + index, secret)
             self._gauges[STREAMS].labels(*values).set(streams)
-            flags = {STREAMS: streams, "reuse": config.reuse_blocks, "releases": True}
+            flags = {STREAMS: streams, "reuse": reuses, "releases": True}
             told = {**place, **{name: int(flag) for name, flag in flags.items()}}
             info.labels(*values, *(str(told[name]) for name in INFO_LABELS)).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's record to the metrics of an engine."""
         values = self._values[engine_idx]
         for name, histogram in self._histograms.items():
             for seconds in transfer_stats_data[name]:

@@ -34,8 +34,6 @@ MAX_HELD_OF_ONE = 256
 """The same of one address."""
 MAX_HELD_KEYS = 1 << 13
 """Keys in all of them."""
-_KEY_BYTES = 256
-"""That a key takes, about."""
 _LATE_SECONDS = 0.01
 """Between two looks for questions that have waited long enough."""
 
@@ -43,28 +41,13 @@ _LATE_SECONDS = 0.01
 class _Question(NamedTuple):
     """A question that is not answered yet, and the nonce of its answer."""
 
-    asked: wire.FindStreams | wire.FindBlocks
+    asked: wire.FindStreams
     nonce: bytes
     until: float
 
     @property
     def keys(self) -> list[str]:
-        """What its answer waits for."""
-        if isinstance(self.asked, wire.FindBlocks):
-            return [_key_of(self.asked.hashes)]
         return [*self.asked.keys, *self.asked.awaited]
-
-    @property
-    def num_keys(self) -> int:
-        """So many keys take as much memory as it does."""
-        if isinstance(self.asked, wire.FindBlocks):
-            return 1 + len(self.asked.hashes) // _KEY_BYTES
-        return len(self.keys)
-
-
-def _key_of(hashes: bytes) -> str:
-    """Of the blocks with these names, one behind the other; longer than any stream's key."""
-    return hashes[-wire.HASH_BYTES :].hex()
 
 
 def resolve(host: str, port: int) -> str:
@@ -153,8 +136,6 @@ class SideChannelServer:
         )
         if streams is not None:
             streams.on_change = self._note_change
-        if blocks is not None:
-            blocks.on_look = lambda hashes: self._note_change(_key_of(hashes))
         self._thread = threading.Thread(
             target=self._serve, name="commext-side-channel", daemon=True
         )
@@ -179,7 +160,6 @@ class SideChannelServer:
         self._thread.join(timeout=1.0)
 
     def _note_change(self, key: str) -> None:
-        """Something new is known of a key: answer who has asked for it."""
         if key in self._waiting:
             self._changed.append(key)
             self._listener.wake()
@@ -201,7 +181,6 @@ class SideChannelServer:
         return max(min(look, self._next_late - time.monotonic()), 0.0)
 
     def _answer_held(self) -> None:
-        """Answer questions of which something is known, or that have waited."""
         while self._changed:
             for connection in [*self._waiting.get(self._changed.popleft(), ())]:
                 self._answer_question(connection)
@@ -219,13 +198,9 @@ class SideChannelServer:
             self._forget_question(connection, question)
             self._send_found(connection, found, question.nonce)
 
-    def _found(self, question: _Question) -> wire.FoundStreams | wire.FoundBlocks | None:
+    def _found(self, question: _Question) -> wire.FoundStreams | None:
         """The answer, None as long as it may wait for more."""
         asked, is_late = question.asked, time.monotonic() >= question.until
-        if isinstance(asked, wire.FindBlocks):
-            assert self._blocks is not None  # else no such question is held
-            is_open = self._blocks.is_wanted(asked.hashes) and not is_late
-            return None if is_open else self._find_blocks(asked, self._blocks)
         assert self._streams is not None  # else no such question is held
         found = self._streams.find(asked.keys, asked.awaited)
         return self._found_streams(found) if found or is_late else None
@@ -237,7 +212,6 @@ class SideChannelServer:
         self._listener.send(connection, self._verifier.prove(frame, nonce, time.time()))
 
     def _forget(self, connection: Connection) -> None:
-        """A connection has closed."""
         self._asking.discard(connection)
         if (question := self._held.get(connection)) is not None:
             self._forget_question(connection, question)
@@ -245,20 +219,16 @@ class SideChannelServer:
     def _keep_question(self, connection: Connection, question: _Question) -> None:
         self._held[connection] = question
         self._num_held[connection.address] += 1
-        self._num_keys += question.num_keys
+        self._num_keys += len(question.keys)
         for key in question.keys:
             self._waiting.setdefault(key, {})[connection] = None
-        if isinstance(question.asked, wire.FindBlocks) and self._blocks is not None:
-            self._blocks.want(question.asked.hashes)
 
     def _forget_question(self, connection: Connection, question: _Question) -> None:
         del self._held[connection]
         self._num_held[connection.address] -= 1
         if not self._num_held[connection.address]:
             del self._num_held[connection.address]
-        self._num_keys -= question.num_keys
-        if isinstance(question.asked, wire.FindBlocks) and self._blocks is not None:
-            self._blocks.forget(question.asked.hashes)
+        self._num_keys -= len(question.keys)
         for key in dict.fromkeys(question.keys):
             del self._waiting[key][connection]
             if not self._waiting[key]:
@@ -274,8 +244,7 @@ class SideChannelServer:
                 self._check_streams(request)
                 self._hold(request, connection, nonce)
             elif isinstance(request, wire.FindBlocks):
-                self._check_blocks(request)
-                self._hold(request, connection, nonce)
+                self._send_found(connection, self._find_blocks(request), nonce)
             else:
                 self._describe(connection, self._worker_asked_for(request), nonce, now)
         except ProtocolError as error:
@@ -322,15 +291,12 @@ class SideChannelServer:
                 f"{len(keys)}"
             )
 
-    def _hold(
-        self, asked: wire.FindStreams | wire.FindBlocks, connection: Connection, nonce: bytes
-    ) -> None:
-        """Keep a question until something of it is known."""
+    def _hold(self, asked: wire.FindStreams, connection: Connection, nonce: bytes) -> None:
         wait = asked.wait_seconds if 0.0 < asked.wait_seconds <= wire.MAX_WAIT_SECONDS else 0.0
         question = _Question(asked, nonce, time.monotonic() + wait)
         if (before := self._held.get(connection)) is not None:
             self._forget_question(connection, before)
-        if not wait or not self._has_room(connection, question.num_keys):
+        if not wait or not self._has_room(connection, len(question.keys)):
             found = self._found(question._replace(until=0.0))
             assert found is not None  # as it may not wait
             self._send_found(connection, found, nonce)
@@ -342,7 +308,6 @@ class SideChannelServer:
             self._next_late = min(self._next_late, question.until)
 
     def _has_room(self, connection: Connection, num_keys: int) -> bool:
-        """Whether one more question can be held."""
         is_full = len(self._held) >= MAX_HELD or self._num_keys + num_keys > MAX_HELD_KEYS
         return not is_full and self._num_held[connection.address] < MAX_HELD_OF_ONE
 
@@ -358,8 +323,8 @@ class SideChannelServer:
             found=found,
         )
 
-    def _check_blocks(self, request: wire.FindBlocks) -> None:
-        """Raise ProtocolError for a question that cannot be answered here."""
+    def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
+        """Raises ProtocolError for a question that cannot be answered here."""
         if self._blocks is None:
             raise ProtocolError(
                 f"engine {self.engine_id!r} offers no blocks for reuse: set reuse_blocks in its "
@@ -371,9 +336,8 @@ class SideChannelServer:
                 f"expected at most {wire.MAX_HASHES} hashes of {wire.HASH_BYTES} bytes, got "
                 f"{len(request.hashes)} bytes"
             )
-
-    def _find_blocks(self, request: wire.FindBlocks, blocks: OfferTable) -> wire.FoundBlocks:
-        run = blocks.find(wire.names_in(request.hashes))
+        begins = range(0, len(request.hashes), wire.HASH_BYTES)
+        run = self._blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
         incarnation, host, port = self._place
         return wire.FoundBlocks(
             engine_id=self.engine_id,

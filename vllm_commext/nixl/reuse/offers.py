@@ -1,7 +1,7 @@
-"""What of an engine's requests is on offer to others, under which names, and until when.
+"""Blocks of an engine's requests, on offer to another engine that goes on with their answers.
 
-Finished requests are offered when they end. Of one that runs, what is complete is offered when an
-engine has asked for it that is to go on with it.
+Each block of a running request is named and put on offer once it is complete, a bounded number of
+them before each step, so that a question is answered from a table.
 
 A block's name is a hash of all that its bytes follow from: the tokens in it, the hash of the block
 before it, and at the root the engine's configuration, the block size, the LoRA adapter and the
@@ -9,7 +9,7 @@ cache salt. So equal hashes mean equal beginnings of one tenant under one model,
 nothing to who does not know them. vLLM's own block hashes begin with a number drawn by each process
 and cannot be compared.
 
-Nothing is kept: the blocks are freed as ever, and vLLM's block pool tells when it hands one out
+Nothing is kept: blocks are freed as ever, and vLLM's block pool tells when it hands one out
 again, before it does (``unpin_blocks``, vLLM 0.32 and newer). Each block has a generation, a number
 that changes before the block's bytes do, in memory that a worker shares with its scheduler's
 process and has registered with NIXL. The scheduler side raises it when the block is handed out
@@ -37,13 +37,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.anonymous_memory import AnonymousMemory, Offer
-from vllm_commext.nixl.geometry.request_blocks import NULL_BLOCK
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import GENERATIONS
-from vllm_commext.nixl.wire.messages import HASH_BYTES, names_in
+from vllm_commext.nixl.wire.messages import HASH_BYTES
 from vllm_commext.nixl.wire.prompt import Prompt, prompt_of
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -84,8 +84,8 @@ def open_generations(offer: Offer) -> Generations:
     return np.frombuffer(memory.map, dtype=np.uint64)
 
 
-_PIECE_BLOCKS = 64
-"""Of a prompt that are named at a time where most prompts differ from the first ones on."""
+MAX_NAMED = 256
+"""Blocks that are named before one step, which takes half a millisecond."""
 _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 
@@ -129,11 +129,7 @@ class Run:
 
 
 class OfferTable:
-    """Safe for threads.
-
-    Attributes:
-        runs: whether requests run that could be offered.
-        on_look: told of the names for which the requests that run have been looked through.
+    """Blocks on offer, by name; safe for threads.
 
     Args:
         tables: the generations of each worker, ``[num_blocks]`` uint64 each.  All hold the same;
@@ -141,12 +137,8 @@ class OfferTable:
     """
 
     def __init__(self, tables: Sequence[Generations]) -> None:
-        self.runs: Callable[[], bool] = lambda: False
-        self.on_look: Callable[[bytes], None] = lambda _: None
         self._tables = tables
         self._lock = threading.Lock()
-        # By the last one's name, which stands for all before it, too.
-        self._wanted: dict[bytes, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         first = np.uint64(secrets.randbits(63))
@@ -154,7 +146,6 @@ class OfferTable:
             table[:] = first
 
     def __len__(self) -> int:
-        """Blocks on offer."""
         return len(self._hash_of)
 
     def offer(self, hashes: Iterable[bytes], block_ids: Iterable[int]) -> None:
@@ -182,35 +173,6 @@ class OfferTable:
             self._block_of.clear()
             self._hash_of.clear()
 
-    def want(self, hashes: bytes) -> None:
-        """Ask for blocks of requests that run, by names one behind the other, until `settle` or
-        `forget`, where there may be some that are not on offer yet."""
-        last = hashes[-HASH_BYTES:]
-        with self._lock:
-            if last not in self._block_of and self.runs():
-                self._wanted[last] = hashes
-
-    def is_wanted(self, hashes: bytes) -> bool:
-        """Whether what was asked for has not been looked for yet."""
-        with self._lock:
-            return hashes[-HASH_BYTES:] in self._wanted
-
-    @property
-    def wanted(self) -> list[bytes]:
-        """What was asked for, and has not been looked for."""
-        with self._lock:
-            return [*self._wanted.values()]
-
-    def forget(self, hashes: bytes) -> None:
-        """Nobody asks for these any more."""
-        with self._lock:
-            self._wanted.pop(hashes[-HASH_BYTES:], None)
-
-    def settle(self, hashes: bytes) -> None:
-        """What requests that run have of these is on offer."""
-        self.forget(hashes)
-        self.on_look(hashes)
-
     def find(self, hashes: Iterable[bytes]) -> Run:
         """The blocks with these hashes, up to the first that is not on offer."""
         found = list[int]()
@@ -225,7 +187,7 @@ class OfferTable:
 
 
 class Names:
-    """What this engine and those like it call the blocks of requests.
+    """Names of requests' blocks, the same on all engines that are configured alike.
 
     Args:
         configuration: gives the digest of the facts on which they agree; called once.
@@ -240,29 +202,14 @@ class Names:
     def of(self, request: Request, num_tokens: int, more: Sequence[int] = ()) -> list[bytes]:
         """The hash of each whole block of a request's first tokens, with *more* behind them; none
         for a request that does not follow from tokens alone."""
-        root = self._root_of(request)
+        root = self.root_of(request)
         if root is None:
             return []
         return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
 
-    def num_common(self, request: Request, num_tokens: int, names: Sequence[bytes]) -> int:
-        """Whole blocks of a request's first tokens that have these names, from the first one on."""
-        last, step = self._root_of(request), _PIECE_BLOCKS * self.block_size
-        if last is None:
-            return 0
-        count = 0
-        whole = num_tokens // self.block_size * self.block_size
-        for begin in range(0, whole, step):
-            end = min(begin + step, whole)
-            own = chain(last, request.all_token_ids[begin:end], self.block_size)
-            for name in own:
-                if count == len(names) or name != names[count]:
-                    return count
-                count += 1
-            last = own[-1]
-        return count
-
-    def _root_of(self, request: Request) -> bytes | None:
+    def root_of(self, request: Request) -> bytes | None:
+        """What the names of a request's blocks begin with; None for a request that does not follow
+        from tokens alone."""
         prompt = prompt_of(request)
         if not _is_text(request, prompt):
             return None
@@ -292,82 +239,88 @@ def _is_text(request: Any, prompt: Prompt) -> bool:
     )
 
 
-def num_computed(request: Request) -> int:
-    """Tokens of a finished request whose KV is there: those before the last one, which was sampled
-    and is not computed any more.  That is what its answer has come of, so no step under way writes
-    to it."""
+def num_complete(request: Request) -> int:
+    """Tokens of a running request whose KV is there: all before the last one, once that is an
+    answer's, since it has come of them and steps under way write behind them.  After a preemption
+    a step may be computing the first ones again."""
+    if not request.num_output_tokens or request.num_preemptions:
+        return 0
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
 
-def is_complete(request: Request) -> bool:
-    """Whether all tokens of a running request but the last one are computed: its answer has come
-    of them, and it has not been preempted, after which they are computed once more."""
-    return request.num_output_tokens > 0 and request.num_preemptions == 0
-
-
 class Running(Protocol):
-    """An engine's requests that run, each with its blocks of the first group.  How many they are
-    can be asked from any thread."""
+    """An engine's requests that run."""
 
-    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]: ...
 
-    def __iter__(self) -> Iterator[tuple[Request, Sequence[int]]]: ...
+    def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
+        """The request's blocks of the first group."""
+        ...
+
+
+@dataclass
+class _Named:
+    """How far a request's blocks are on offer.
+
+    Attributes:
+        last: name of the last one, or what the first name follows from; None where none may be.
+        count: blocks on offer.
+    """
+
+    last: bytes | None
+    count: int = 0
 
 
 class Offers:
-    """Blocks of requests, as others find them.
+    """Puts blocks of requests that run on offer.
 
     Args:
         table: what the side channel answers from.
+        pool: vLLM's block pool.
     """
 
     def __init__(self, names: Names, table: OfferTable, pool: Any) -> None:
         self._names = names
         self._table = table
         self._pool = pool
-        self._void: set[str] = set()
-
-    def add(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Offer the whole blocks of a request's first tokens, which it still holds."""
-        if request.request_id not in self._void:
-            self._offer(self._names.of(request, num_tokens), block_ids)
+        self._named: dict[str, _Named] = {}
 
     def add_running(self, running: Running) -> None:
-        """Offer what has been asked for of requests that run."""
-        wanted = self._table.wanted
-        if not wanted:
-            return
-        candidates = [
-            (request, block_ids)
-            for request, block_ids in running
-            if is_complete(request) and request.request_id not in self._void
-        ]
-        for hashes in wanted:
-            names = names_in(hashes)
-            found: list[tuple[int, Sequence[int]]] = [
-                (self._names.num_common(request, num_computed(request), names), block_ids)
-                for request, block_ids in candidates
-            ]
-            count, block_ids = max(found, key=lambda one: one[0], default=(0, ()))
-            self._offer(names[:count], block_ids)
-            self._table.settle(hashes)
+        """Offer blocks that are complete since the last step, at most ``MAX_NAMED``."""
+        left, size = MAX_NAMED, self._names.block_size
+        for request in running:
+            num_blocks = num_complete(request) // size
+            if not num_blocks:
+                continue
+            named = self._named.get(request.request_id)
+            if named is None:
+                named = self._named[request.request_id] = _Named(self._names.root_of(request))
+            if named.last is not None and num_blocks > named.count:
+                end = min(num_blocks, named.count + left)
+                left -= end - named.count
+                self._offer(request, named, running.blocks_of(request)[named.count : end])
+            if not left:
+                return
 
-    def _offer(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        count = min(len(names), len(block_ids))
-        if NULL_BLOCK in block_ids[:count]:
-            count = list(block_ids).index(NULL_BLOCK)
-        if not count:
-            return
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids[:count]]
+    def _offer(self, request: Request, named: _Named, blocks: Sequence[KVCacheBlock]) -> None:
+        assert named.last is not None  # the caller has asked
+        size, first = self._names.block_size, named.count
+        token_ids = request.all_token_ids[first * size : (first + len(blocks)) * size]
+        names = chain(named.last, token_ids, size)
         # Told of their next use, the references as they were.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, self._note_use)
-        self._table.offer(names[:count], block_ids[:count])
+        self._table.offer(names, [block.block_id for block in blocks])
+        named.last, named.count = names[-1], first + len(blocks)
 
-    def clear(self, running: Running) -> None:
+    def forget(self, request_id: str) -> None:
+        """A request has ended: its blocks stay on offer until they are used again."""
+        self._named.pop(request_id, None)
+
+    def clear(self, running: Iterable[Request]) -> None:
         """What the blocks hold means nothing any more, nor what these requests come to hold."""
-        self._void = {request.request_id for request, _ in running}
+        self._named = {request.request_id: _Named(None) for request in running}
         self._table.clear()
 
-    def _note_use(self, block: Any) -> None:
+    def _note_use(self, block: KVCacheBlock) -> None:
         self._table.drop(block.block_id)

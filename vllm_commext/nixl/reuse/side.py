@@ -1,14 +1,15 @@
 """The scheduler side of reuse: what this engine offers to others, and what it takes of theirs.
 
-Other engines are asked which blocks of a prompt they have on offer. A question that is not answered
-in time, or not well, costs its request nothing but that time: what nobody has is computed.
+Where a request goes on with an answer that another engine has begun, that one is asked which blocks
+of it are on offer. A question that is not answered in time, or not well, costs its request nothing
+but that time: the rest is computed.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from vllm_commext.nixl.reuse.offers import (
     Offers,
     OfferTable,
     Running,
-    num_computed,
     open_generations,
 )
 from vllm_commext.nixl.wire import messages as wire
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 BACK_OFF = BackOff()
 MAX_CHANNELS = 128
 """Side channels that are known at a time; the one that was asked least recently makes room."""
-MAX_HELD = 8
-"""Questions that one engine holds for its next step at a time, each over a connection of its own;
-others wait for an answer."""
 
 
 @dataclass(eq=False)
@@ -88,23 +85,15 @@ class BlockFinder:
         self._notify = notify
         self._searches: dict[str, _Search] = {}
         # The one that was asked last comes last.
-        self._channels: dict[tuple[SideChannelAddress, int], SideChannel] = {}
+        self._channels: dict[SideChannelAddress, SideChannel] = {}
         self._log = RateLimitedLog()
 
     def search(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        addresses: Sequence[SideChannelAddress],
-        *,
-        may_run: bool = False,
+        self, request_id: str, hashes: Sequence[bytes], addresses: Sequence[SideChannelAddress]
     ) -> None:
-        """Look for the blocks with these hashes at these side channels; a request there *may run*
-        that has them, which its engine says at its next step, and may take as long again."""
-        wait = min(self._limit_seconds, wire.MAX_WAIT_SECONDS) if may_run else 0.0
         asked = b"".join(hashes[: wire.MAX_HASHES])
-        question = wire.FindBlocks(hashes=asked, consumer=self._consumer, wait_seconds=wait)
-        until = time.monotonic() + self._limit_seconds + wait
+        question = wire.FindBlocks(hashes=asked, consumer=self._consumer)
+        until = time.monotonic() + self._limit_seconds
         search = self._searches[request_id] = _Search(request_id, question, until, len(addresses))
         self._client.call(self._ask, search, addresses)
 
@@ -120,11 +109,13 @@ class BlockFinder:
 
     def _ask(self, search: _Search, addresses: Sequence[SideChannelAddress]) -> None:
         for address in addresses:
-            channel = self._channel(address, is_held=search.question.wait_seconds > 0.0)
+            channel = self._channels.pop(address, None)
+            channel = channel or SideChannel(self._client, address, BACK_OFF)
+            self._channels[address] = channel
             try:
                 channel.ask(
                     search.question,
-                    self._limit_seconds + search.question.wait_seconds,
+                    self._limit_seconds,
                     partial(self._note_reply, search),
                     partial(self._note_error, search, channel),
                 )
@@ -134,18 +125,6 @@ class BlockFinder:
         idle = [key for key, channel in self._channels.items() if not channel.is_asking]
         for key in idle[:num_over]:
             self._channels.pop(key).close()
-
-    def _channel(self, address: SideChannelAddress, *, is_held: bool) -> SideChannel:
-        """A side channel, one of several to the same engine for questions that it holds."""
-        numbers = range(MAX_HELD if is_held else 1)
-        key = address, next((n for n in numbers if not self._is_asking(address, n)), 0)
-        channel = self._channels.pop(key, None) or SideChannel(self._client, address, BACK_OFF)
-        self._channels[key] = channel
-        return channel
-
-    def _is_asking(self, address: SideChannelAddress, number: int) -> bool:
-        channel = self._channels.get((address, number))
-        return channel is not None and channel.is_asking
 
     def _note_reply(self, search: _Search, found: wire.FoundBlocks) -> None:
         num_found, num_asked = len(found.block_ids), len(search.question.hashes) // wire.HASH_BYTES
@@ -168,7 +147,6 @@ class BlockFinder:
         self._note_end(search)
 
     def _note_end(self, search: _Search) -> None:
-        """One of the engines has answered, or does not."""
         is_last = search.num_open == 1 and search.request_id in self._searches
         search.num_open -= 1
         if is_last:
@@ -187,13 +165,12 @@ class ReuseSide:
         self.has_steps = False
         self._engine = engine
         self._names = Names(reusing.configuration, reusing.block_size)
-        self._min_tokens = engine.config.reuse_min_tokens
         self._finder = BlockFinder(
             engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
         )
         self._pool: Any = None
         self._offers: Offers | None = None
-        self._running: Running = ()
+        self._running: Iterable[Request] = ()
         self._log = RateLimitedLog()
         self._is_on = not reusing.refusal
         if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
@@ -201,7 +178,6 @@ class ReuseSide:
 
     @property
     def is_on(self) -> bool:
-        """Whether this engine does anything of it."""
         return self._is_on
 
     def bind(self, pool: Any) -> None:
@@ -221,46 +197,33 @@ class ReuseSide:
             self._refuse(str(error))
             return None
         table = OfferTable(shared)
-        table.runs = lambda: len(self._running) > 0
         self._offers = Offers(self._names, table, self._pool)
         return table
 
-    def note_step(self, defer_frees: Callable[[], bool], running: Running) -> None:
-        """The engine is going to take a step, before which it computes what has failed.
-
-        Args:
-            running: its requests that run.
-            defer_frees: has blocks kept that a step under way may write to, since a load into them
-                is not ordered behind it; whether they are kept.
-        """
-        if not self.has_steps and self._is_on and not defer_frees():
-            self._refuse(NoReuse.FREES.meaning)
+    def note_step(self, running: Running) -> None:
+        """The engine is going to take a step, before which it computes what has failed; these
+        requests run."""
         self.has_steps, self._running = True, running
         if self._offers is not None:
             self._offers.add_running(running)
 
     def clear(self) -> None:
-        """What this engine has computed so far means nothing any more."""
         if self._offers is not None:
             self._offers.clear(self._running)
 
-    def offer(
-        self, request: Request, block_ids: Sequence[int], num_tokens: int | None = None
-    ) -> None:
-        """A request still holds its blocks, and has ended well, or so many tokens of it are
-        right."""
-        if self._offers is not None:
-            num_tokens = num_computed(request) if num_tokens is None else num_tokens
-            self._offers.add(request, block_ids, num_tokens)
-
     def search(self, request: Request, answer: Sequence[int]) -> bool:
-        """Look for a new request's blocks where its router says that they may be, and for those of
-        the *answer* with which it goes on; whether that is to be waited for."""
-        is_able = self._is_on and self._pool is not None
+        """Look for blocks of a request that goes on with another engine's answer, where its router
+        says that they are; whether that is to be waited for.
+
+        Args:
+            answer: as much of it as goes on here; where it is drawn anew, nothing.
+        """
+        params = params_of(request) or {}
+        is_able = self._is_on and self._pool is not None and ANSWER in params
         if not is_able or request.skip_reading_prefix_cache:
             return False
         try:
-            places = places_for_reuse(params_of(request), self._engine.secret)
+            places = places_for_reuse(params, self._engine.secret)
         except ProtocolError as error:
             self._log.warning("places", f"request {request.request_id} is computed here: {error}")
             return False
@@ -269,23 +232,20 @@ class ReuseSide:
         hashes = self._names.of(request, num_prompt, answer[:-1]) if places else []
         if hashes:
             self._engine.recorder.count(reuse_lookups=1)
-            # An answer so far: the engine that has it may go on with it meanwhile.
-            self._finder.search(request.request_id, hashes, places, may_run=bool(answer))
+            self._finder.search(request.request_id, hashes, places)
         return bool(hashes)
 
     def is_answered(self, request_id: str) -> bool:
-        """Whether a request need not wait any more for what others have."""
         return self._finder.is_done(request_id)
 
     def num_tokens(self, state: LoadState, num_computed: int) -> int | None:
         """Tokens of a request beyond ``num_computed``, which are here, that others have, whole
-        blocks; None while they are asked. Those that are computed sooner than read are none."""
-        least = self._least(state.request)
+        blocks; None while they are asked."""
         if state.phase is LoadPhase.ASKED:
             if not self.has_steps:
                 self._refuse(NoReuse.STEPS.meaning)
             most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
-            is_useful = self._is_on and most - num_computed >= least
+            is_useful = self._is_on and most - num_computed >= block_size
             if is_useful and not self.is_answered(state.request_id):
                 return None
             state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
@@ -293,14 +253,7 @@ class ReuseSide:
         is_known = self._is_on and state.phase is LoadPhase.KNOWN
         if not (is_known and isinstance(state.answer, FoundBlocks)):
             return 0
-        num_tokens = len(state.answer.block_ids) * self._names.block_size - num_computed
-        return num_tokens if num_tokens >= least else 0
-
-    def _least(self, request: Request) -> int:
-        """Fewer tokens of a request are computed. Of an answer that goes on here all is read that
-        can be: others here would wait for what is computed."""
-        goes_on = ANSWER in (params_of(request) or {})
-        return self._names.block_size if goes_on else max(self._min_tokens, self._names.block_size)
+        return max(0, len(state.answer.block_ids) * self._names.block_size - num_computed)
 
     def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
         """Where ``num_external`` tokens of a request are to be read; None where nothing is."""
@@ -325,6 +278,10 @@ class ReuseSide:
         if state.source is Source.REUSED and state.phase in (LoadPhase.ASKED, LoadPhase.KNOWN):
             self._finder.take(state.request_id)
             state.move(LoadPhase.DONE)
+
+    def end(self, request_id: str) -> None:
+        if self._offers is not None:
+            self._offers.forget(request_id)
 
     def _refuse(self, why: str) -> None:
         self._is_on = False

@@ -30,6 +30,10 @@ _LIBRARY = re.compile(r"/\S*/libucs[-.]\S*$", re.MULTILINE)
 _SETTLE_SECONDS = 0.1
 _MAX_LANES = 64
 
+PROGRESS_SECONDS = 0.02
+"""Longest pause between two turns of NIXL's progress thread, which would otherwise keep a core
+busy. What arrives wakes it, save where UCX misses an event."""
+
 
 class UcxLog:
     """What UCX has said in this process.
@@ -70,7 +74,6 @@ class UcxLog:
             logger.warning("UCX's library is not where it was expected: its messages come late")
 
     def flush(self) -> None:
-        """Let UCX write what it keeps back."""
         if self._library is not None:
             self._library.ucs_log_flush()
 
@@ -194,7 +197,7 @@ class NixlAgent:
         self._strided = takes_strided_lists()
         settings = api.nixl_agent_config(backends=[], capture_telemetry=True)
         try:
-            with progress_every(api, config.progress_interval):
+            with progress_every(api, PROGRESS_SECONDS):
                 self._agent = api.nixl_agent(self.name, settings)
             self._create_backends(config)
         finally:
@@ -232,7 +235,6 @@ class NixlAgent:
             self._agent.deregister_memory(token)
 
     def metadata(self) -> bytes:
-        """What a peer's agent needs to reach this one."""
         return self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
@@ -286,7 +288,6 @@ class NixlAgent:
         )
 
     def post(self, read: Any) -> str:
-        """Start a read; returns its state."""
         return self._agent.transfer(read)
 
     def state(self, read: Any) -> str:
@@ -306,7 +307,6 @@ class NixlAgent:
         self._agent.release_xfer_handle(read)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a peer a message without a read."""
         self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:

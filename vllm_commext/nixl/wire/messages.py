@@ -159,11 +159,6 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
     pp_size: int = 1
 
 
-def names_in(hashes: bytes) -> list[bytes]:
-    """The names of blocks that stand one behind the other, ``HASH_BYTES`` each."""
-    return [hashes[begin : begin + HASH_BYTES] for begin in range(0, len(hashes), HASH_BYTES)]
-
-
 class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """Side channel, between any two engines: which of these blocks are on offer?
 
@@ -171,13 +166,10 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
         hashes: of a prompt's blocks from its first on, see ``reuse.offers``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
         consumer: who asks, engine id.
-        wait_seconds: how long the answer may wait until blocks of requests that still run are on
-            offer, too, at most ``MAX_WAIT_SECONDS``; 0 to leave these out.
     """
 
     hashes: bytes
     consumer: str = ""
-    wait_seconds: float = 0.0
 
 
 class FoundBlocks(Frame, tag="found_blocks", frozen=True):
@@ -211,7 +203,6 @@ _REPLY = msgspec.msgpack.Decoder(AnyReply | Refused | Draining)
 
 
 def encode(frame: Frame) -> bytes:
-    """One frame as msgpack."""
     return msgspec.msgpack.encode(frame)
 
 
