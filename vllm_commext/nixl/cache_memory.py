@@ -49,11 +49,9 @@ class HostBuffer:
         }
 
     def save(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Copy blocks to the host, a list a group."""
         self._copy(self._caches, self.views, block_ids)
 
     def restore(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Copy blocks to the device, a list a group."""
         self._copy(self.views, self._caches, block_ids)
 
     def _copy(

@@ -60,7 +60,6 @@ kv_connector.ask_for_dim_first()
 
 
 def pipeline_of(vllm_config: VllmConfig) -> Pipeline:
-    """This worker's place among its engine's stages."""
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return ONE_STAGE
     from vllm.distributed.parallel_state import get_pp_group
@@ -181,13 +180,11 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The part that lives in the scheduler's process."""
         assert self._scheduler_side is not None, "not the scheduler's connector"
         return self._scheduler_side
 
     @property
     def worker_side(self) -> WorkerSide:
-        """The part that lives in a worker."""
         assert self._worker_side is not None, "not a worker's connector"
         return self._worker_side
 
@@ -232,20 +229,17 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Serve the workers' descriptions to decode engines."""
         self.scheduler_side.serve(metadata)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same for callers that know no pipeline ranks."""
         self.scheduler_side.serve({(0, rank): worker for rank, worker in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.note_arrival(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups are loaded."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def get_num_new_matched_tokens(
@@ -259,14 +253,12 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Plan the load of a request whose blocks are allocated."""
         self.scheduler_side.prompts.plan(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_side.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learn what ended or is late on the workers."""
         self.scheduler_side.note_outcomes(
             connector_output.finished_recving or set(),
             connector_output.finished_sending or set(),
@@ -274,7 +266,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool:
-        """What was computed so far counts no more."""
         self.scheduler_side.forget_computed()
         return True
 
@@ -286,19 +277,16 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: keep its blocks for a reader?"""
         return self.scheduler_side.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, called by vLLM where the connector serves every KV cache group."""
         return self.scheduler_side.finish(request, block_ids)
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the cache readable by peers."""
         self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -309,7 +297,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.prepare_step(metadata_of(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand this step's commands to the transfer thread."""
         self.worker_side.start_step(metadata_of(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -345,7 +332,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.take_failed_blocks() if _TransferResults is None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Late loads, for the scheduler side."""
         return self.worker_side.take_metadata()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -356,7 +342,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return CommextNixlStats(data) if data is not None else None
 
     def shutdown(self) -> None:
-        """End threads and sockets; bounded."""
         if self._worker_side is not None:
             self._worker_side.close()
         if self._scheduler_side is not None:

@@ -73,10 +73,8 @@ class EngineContext:
 
     @cached_property
     def wakeup(self) -> WakeupSocket:
-        """Notified when a request need not wait any more."""
         return WakeupSocket(self.tp_size * self.pp_size)
 
     @cached_property
     def client(self) -> ClientThread:
-        """Asks other engines."""
         return ClientThread(self.secret)

@@ -97,7 +97,6 @@ class Sampler:
 
 
 def facts_digest(facts: Mapping[str, str]) -> str:
-    """Digest of an engine's facts, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

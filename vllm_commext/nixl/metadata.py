@@ -78,7 +78,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     gauges: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Add another worker's metadata to this one."""
         if not isinstance(other, WorkerMetadata):
             raise TypeError(f"expected WorkerMetadata, got {type(other).__name__}")
         self.late |= other.late

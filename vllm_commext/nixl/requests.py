@@ -98,7 +98,6 @@ class Load:
 
     @property
     def block_ids(self) -> list[int]:
-        """All blocks to be filled."""
         return [block_id for blocks in self.blocks for block_id in blocks.block_ids]
 
 
@@ -196,23 +195,18 @@ class CompletionQueue:
         self._log = RateLimitedLog()
 
     def received(self, request_id: str, *, failed: bool) -> None:
-        """A load has ended."""
         self._add(request_id, *(("received", "failed") if failed else ("received",)))
 
     def late(self, request_id: str) -> None:
-        """A load is past its deadline and still under way."""
         self._add(request_id, "late")
 
     def settled(self, request_id: str) -> None:
-        """A formerly late load is under way no longer."""
         self._add(request_id, "settled")
 
     def sent(self, request_id: str) -> None:
-        """A prefill's blocks may be freed."""
         self._add(request_id, "sent")
 
     def take(self) -> Outcomes:
-        """What has ended since the last call."""
         with self._lock:
             taken, self._outcomes = self._outcomes, Outcomes()
         return taken

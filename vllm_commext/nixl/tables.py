@@ -36,7 +36,6 @@ class WorkerTables:
             table.register(agent)
 
     def described(self) -> dict[str, int]:
-        """What a worker's description says of them, by field of ``WorkerDescription``."""
         return described({name: table.place for name, table in self.by_name.items()})
 
     def end(self, hold: Hold) -> None:

@@ -115,7 +115,6 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, command: Command) -> None:
-        """Hand over a command; returns at once."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -142,7 +141,6 @@ class TransferThread:
         self._guard("close", self._close, lost=None)
 
     def _turn(self) -> None:
-        """One look at each side, whatever happens to the others."""
         if self._publisher is not None:
             self._guard("chunks", self._publisher.poll, lost=None)
         progressed = self._guard("loads", self._loader.poll, lost=False)
@@ -191,7 +189,6 @@ class TransferThread:
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
 
     def _num_launched(self) -> int:
-        """Steps of which the publisher waits for the end."""
         return len(self._publisher) if self._publisher is not None else 0
 
     def _take_commands(self) -> bool:

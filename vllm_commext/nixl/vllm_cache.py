@@ -89,7 +89,6 @@ class ModelFacts:
 
 
 def specs_of(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """The specification, or those of which it is made."""
     return (
         tuple(spec.kv_cache_specs.values())
         if isinstance(spec, UniformTypeKVCacheSpecs)
@@ -98,7 +97,6 @@ def specs_of(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
-    """The groups of a request's blocks."""
     return [
         Group(SERVED_SPECS[type(specs_of(one.kv_cache_spec)[0])], int(one.kv_cache_spec.block_size))
         for one in kv_cache_config.kv_cache_groups
@@ -208,7 +206,6 @@ def _attention_geometry(
 
 
 def _all_heads(name: str, spec: AttentionSpec, model: ModelFacts) -> int:
-    """KV heads of the whole model in this layer."""
     if spec.num_kv_heads == max(1, model.num_kv_heads // model.rank.size):
         return model.num_kv_heads
     if spec.num_kv_heads > 1 or model.rank.size == 1:

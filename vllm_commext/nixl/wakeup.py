@@ -27,7 +27,6 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """What a selector takes."""
         return self._fd
 
     def notify(self) -> None:
@@ -37,7 +36,6 @@ class Wakeup:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Forget the notifications so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

@@ -51,7 +51,6 @@ def device_of(caches: Collection[torch.Tensor]) -> torch.device:
 
 
 def memory_type(device: torch.device) -> str:
-    """NIXL's name of the kind of memory."""
     return "DRAM" if device.type == "cpu" else "VRAM"
 
 
@@ -116,7 +115,6 @@ class WorkerSide:
         self._unread: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the cache readable and start the transfer thread."""
         self._pipeline.check_caches(len(caches))
         layers = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         if self._keeps_host_copy:
@@ -184,7 +182,6 @@ class WorkerSide:
             self._publisher.prepare(step.chunks, step.restarts)
 
     def start_step(self, step: StepMetadata) -> None:
-        """Pass on what the scheduler side asks for in this step."""
         thread = self._require_thread()
         if step.fence_key:
             self._tables.fences.arm(step.fence_key)
@@ -236,7 +233,6 @@ class WorkerSide:
                 self._host.save(block_ids)
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of the loads that the last outcomes say have failed."""
         loads = (self._loads.get(name) for name in self._outcomes.failed)
         return {block for load in loads if load is not None for block in load.block_ids}
 
@@ -253,7 +249,6 @@ class WorkerSide:
         return WorkerMetadata(outcomes.late, settled, ends, unread, gauges)
 
     def close(self) -> None:
-        """End the transfer thread; bounded."""
         if self._thread is not None:
             self._thread.stop()
         if self._tables.generations is not None:
@@ -307,7 +302,6 @@ class WorkerSide:
 
 
 def metadata_of(value: Any) -> StepMetadata:
-    """The step's metadata, checked."""
     if not isinstance(value, StepMetadata):
         raise TypeError(f"expected StepMetadata, got {type(value).__name__}")
     return value

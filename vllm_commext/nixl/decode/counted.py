@@ -18,12 +18,10 @@ class Counted:
     _give_back: Callable[[], None]
 
     def hold(self) -> Self:
-        """One more user."""
         self.num_users += 1
         return self
 
     def drop(self) -> None:
-        """One user less; the last one gives it back."""
         self.num_users -= 1
         if not self.num_users:
             self._give_back()
@@ -38,7 +36,6 @@ class RefCounted(Counted):
 
 
 def run_logged(give_back: Callable[[], None]) -> None:
-    """Give something back, whatever NIXL says to it."""
     try:
         give_back()
     except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone

@@ -31,7 +31,6 @@ def interval_of(lease_seconds: float) -> float:
 
 
 def batches(request_ids: Iterable[str]) -> Iterator[list[str]]:
-    """The ids in messages of bounded length, each id once."""
     batch: list[str] = []
     num_bytes = 0
     for request_id in dict.fromkeys(request_ids):
@@ -64,7 +63,6 @@ class Heartbeats:
         self._next: dict[PeerKey, float] = {}
 
     def __len__(self) -> int:
-        """Pairs of a request and a peer that keeps blocks for it."""
         return sum(map(len, self._watched.values()))
 
     def watch(self, request_id: str, peer: PeerKey, remote_id: str, due: float) -> None:
@@ -75,7 +73,6 @@ class Heartbeats:
         self._next[peer] = min(self._next.get(peer, due), due)
 
     def drop(self, request_id: str, peer: PeerKey) -> None:
-        """The peer need not keep the request any more."""
         watched = self._watched.get(peer, {})
         watched.pop(request_id, None)
         if not watched:
@@ -83,12 +80,10 @@ class Heartbeats:
             self._next.pop(peer, None)
 
     def drop_everywhere(self, request_id: str) -> None:
-        """No peer need keep the request any more."""
         for peer in list(self._watched):
             self.drop(request_id, peer)
 
     def due(self, now: float) -> list[PeerKey]:
-        """Peers that are to hear of their requests."""
         return [peer for peer, when in self._next.items() if when <= now]
 
     def take(self, peer: PeerKey, next_due: float) -> list[str]:
@@ -161,5 +156,4 @@ class KeepAlive:
 
 
 def _interval(link: Link | None) -> float:
-    """Until the next heartbeat to a peer, or until one that is not ready is looked at again."""
     return (interval_of(link.lease_seconds) if link is not None else 0.0) or RETRY_SECONDS

@@ -58,7 +58,6 @@ class LocalWorker:
 
     @property
     def consumer(self) -> str:
-        """How a prefill worker tells this reader from others."""
         return f"{self.engine_id}/{self.layout.worker}"
 
     @property
@@ -135,11 +134,9 @@ class Link(Counted):
 
     @property
     def pieces_per_row(self) -> int:
-        """Pieces of block ids in a row of its progress table."""
         return self.tables[STREAM_PIECES].num_records // self.tables[STREAM_HEADERS].num_records
 
     def serves(self, incarnation: str) -> bool:
-        """Whether a request of this start of the engine, "" for any, is one of its own."""
         return incarnation in ("", self.incarnation)
 
     def reader_of(self, pairs: Pairs) -> Reader:
@@ -177,7 +174,6 @@ class Links:
 
     @property
     def num_retired(self) -> int:
-        """Retired links whose reads go on."""
         return len(self._existing()) - len(self.live())
 
     def reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted:
@@ -264,13 +260,11 @@ class Links:
         return self._all
 
     def live(self) -> list[Link]:
-        """Links that can be read, the youngest last."""
         return [link for link in self._all if not link.retired]
 
     def _map(
         self, key: PeerKey, described: WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> MappedReader | None:
-        """Map a worker's memory, where that is wanted and can be done."""
         mapper = self._local.mapper
         if mapper is None or not len(plan.remote_rows):
             return None
@@ -285,7 +279,6 @@ class Links:
     def _reader(
         self, name: str, described: WorkerDescription, plan: ReadPlan, held: ExitStack
     ) -> NixlReader:
-        """What reads a worker, whose agent has this name, by NIXL."""
         local = remote = None
         if len(plan.local_rows):
             local = self._hold(self._local_list(plan.local_rows), held)
@@ -297,7 +290,6 @@ class Links:
     def _tables(
         self, name: str, described: WorkerDescription, held: ExitStack
     ) -> dict[str, RemoteTable]:
-        """The worker's tables of the kinds that this one has, too."""
         found: dict[str, RemoteTable] = {}
         for kind, place in tables_in(described).items():
             own = self._local.tables.by_name.get(kind)
@@ -338,7 +330,6 @@ class Links:
 
 
 def log_ready(link: Link, described: WorkerDescription, tolerated: str) -> None:
-    """Say once how a peer will be read."""
     lengths = link.plan.local_rows[:, 1]
     logger.info(
         "connected to prefill engine %s: %s, %d blocks, %d descriptors of %d to %d bytes for each "

@@ -155,24 +155,19 @@ class Quarantine:
         self._late: dict[str, LoadState] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """Learn of the pool that the blocks come from."""
         self._pool = pool
 
     def __len__(self) -> int:
-        """Blocks that are kept out of use."""
         return sum(len(state.blocks) for state in self._late.values())
 
     @property
     def has_loads(self) -> bool:
-        """Whether a load has begun that has neither ended nor been given up."""
         return bool(self._loading)
 
     def find(self, request_id: str) -> LoadState | None:
-        """The request's load, if it is under way or late."""
         return self._loading.get(request_id) or self._late.get(request_id)
 
     def begin(self, state: LoadState) -> None:
-        """The workers are told to fill the request's blocks."""
         if state.move(LoadPhase.LOADING):
             self._loading[state.request_id] = state
 

@@ -94,23 +94,19 @@ class Loader:
         return has_progressed or self.streams.num_moves > num_moves
 
     def gauges(self) -> dict[str, float]:
-        """What is under way, and the known peers by state."""
         peers = {f"peers/{state}": num for state, num in self._peers.count_states().items()}
         return {"transfers_in_flight": len(self._reads), **peers}
 
     def close(self) -> None:
-        """Release what was read, and forget all peers; no read may be under way."""
         self._end_probing()
         self.uses.release_all()
         self._peers.close()
         self.client.close()
 
     def begin(self, load: Load) -> None:
-        """Start a load: a part for each prefill worker that it reads from."""
         self.uses.begin(load, self._start)
 
     def _start(self, part: Part) -> None:
-        """Queue a part at its peer, and go on with what is queued there."""
         try:
             peer = self._peers.prepare(part.key, part.remote.incarnation)
         except Exception as error:  # noqa: BLE001 one part's error is no other's
@@ -130,7 +126,6 @@ class Loader:
                 self._fail_waiting(peer, failure_of(error, "handshake"))
 
     def _on_handshake_done(self, peer: Peer) -> None:
-        """A handshake has ended: go on with what waited for it."""
         link = peer.ready_link
         if link is not None:
             if self._probe is not None:
@@ -148,7 +143,6 @@ class Loader:
             self.uses.close(peer.waiting.popleft(), failure)
 
     def _connect(self, host: str, port: int, incarnation: str, first: WorkerDescription) -> None:
-        """Connect to the workers of an engine that this one will read from."""
         for worker in self.uses.workers(first.layout.tp_size, first.layout.pp_size):
             key = PeerKey(first.engine_id, host, port, worker)
             try:
@@ -172,7 +166,6 @@ class Loader:
         self._end_probing()
 
     def _end_probing(self) -> None:
-        """Give back what the measurement holds."""
         probing, self._probing = self._probing, None
         if probing is not None:
             link, turns = probing
@@ -270,14 +263,12 @@ class Loader:
         self._log.warning("fence", f"request {part.use.request_id}: {text}")
 
     def _go_on_reading(self) -> bool:
-        """Look at the reads under way as long as any moves on; whether any has."""
         end, num_moves = time.monotonic() + BUSY_SECONDS, self._reads.num_moves
         while self.poll_reads() and time.monotonic() < end:
             pass
         return self._reads.num_moves > num_moves
 
     def poll_reads(self) -> bool:
-        """One look at the reads under way; whether any has moved on."""
         num_moves = self._reads.num_moves
         for read in self._reads.under_way():
             end = self._reads.look(read)
@@ -339,7 +330,6 @@ class Loader:
             self.uses.close(part, failure)
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
-        """Run a step that no load depends on."""
         try:
             step()
         except Exception as error:  # noqa: BLE001 nothing depends on it

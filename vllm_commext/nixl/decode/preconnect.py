@@ -51,7 +51,6 @@ class Preconnect:
             self._ask(channel)
 
     def __len__(self) -> int:
-        """Side channels that are still to be asked, or asked again."""
         return len(self._channels)
 
     def _ask(self, channel: SideChannel) -> None:
@@ -69,7 +68,6 @@ class Preconnect:
         self._forget(channel)
 
     def _note_error(self, channel: SideChannel, error: CommextError) -> None:
-        """Try again later, or no more."""
         host, port = channel.address
         if channel.num_failures >= MAX_FAILURES:
             logger.warning(

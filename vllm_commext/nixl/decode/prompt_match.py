@@ -98,7 +98,6 @@ class Trust:
         return self._paused_since is not None
 
     def renounce(self) -> None:
-        """Weights or caches have changed: what was computed before counts no more."""
         self._trusted_from = int(1000 * (time.time() + CLOCK_SECONDS))
 
     def admits(self, computed_at: int) -> bool:
@@ -106,7 +105,6 @@ class Trust:
         return computed_at >= self._trusted_from
 
     def pause(self) -> None:
-        """The engine is paused, and has nothing kept for it."""
         self._paused_since = time.monotonic()
 
     def resume(self) -> bool:

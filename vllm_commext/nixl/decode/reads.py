@@ -49,7 +49,6 @@ class Proof:
     refutation: str
 
     def holds(self, cells: Sequence[int]) -> bool:
-        """Whether the expected words have arrived in these cells."""
         return self.table.own.cells[[*cells]].tolist() == [*self.expected]
 
 
@@ -246,7 +245,6 @@ class ReadSet:
         return end
 
     def record(self, read: Read) -> None:
-        """Note the figures of a read that has ended well."""
         self._recorder.observe(
             transfer_seconds=time.perf_counter() - read.posted, post_seconds=read.post_seconds
         )
@@ -279,7 +277,6 @@ class ReadSet:
         read.mark = read.link.num_bytes_done
 
     def _end(self, read: Read) -> None:
-        """Give back what the read held."""
         self._reads.remove(read)
         link = read.link
         link.num_bytes_done += read.num_bytes

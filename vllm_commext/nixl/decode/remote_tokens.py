@@ -65,12 +65,10 @@ class RemoteTokens:
             self._ready.append(state)
 
     def refuse(self, state: LoadState, reason: FirstToken) -> None:
-        """A request's first token is computed here, if it has none yet."""
         if self._end_waiting(state, TokenPhase.COMPUTED):
             self._engine.recorder.count_reason(FIRST_TOKENS, reason)
 
     def give_up(self, state: LoadState) -> None:
-        """A request's first token is awaited no more."""
         if state.token_phase is TokenPhase.AWAITED:
             self.refuse(state, FirstToken.NOT_OFFERED)
 

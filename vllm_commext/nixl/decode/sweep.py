@@ -55,12 +55,10 @@ class Sweeper:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a read is under way."""
         return self._link is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether there are rounds to go."""
         return self._num_due > 0
 
     @property

@@ -38,7 +38,6 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """What a log line says of it."""
         if self.reason == "internal":
             return f"an error in the connector's own code: {self.error!r}"
         return str(self.error)
@@ -48,7 +47,6 @@ Identity = tuple[str, str, str, int, int, int, str]
 
 
 def identity(remote: RemoteRequest) -> Identity:
-    """What tells one remote request from others."""
     sizes = remote.tp_size, remote.pp_size
     return remote.engine_id, remote.incarnation, remote.host, remote.port, *sizes, remote.request_id
 
@@ -81,7 +79,6 @@ def remote_of(load: Load) -> RemoteRequest:
 
 
 def describe_source(remote: RemoteRequest | None) -> str:
-    """The prefill engine and request that a message is about."""
     if remote is None:
         return "an unknown prefill engine"
     return (
@@ -194,12 +191,10 @@ class Transfer:
 
     @property
     def next_release(self) -> float:
-        """When the next source is to be released, infinite for none."""
         return min((source.release_at for source in self.sources.values()), default=math.inf)
 
     @property
     def is_over(self) -> bool:
-        """Whether it is used no more and every source has been released."""
         return not self.uses and self.next_release == math.inf
 
     def wait(self, request_id: str) -> Use:
@@ -253,12 +248,10 @@ class Transfer:
         return [source for source in due if not source.is_gone]
 
     def give_up_sources(self) -> None:
-        """None of the sources keeps anything under these parameters."""
         for source in self.sources.values():
             source.is_gone = True
 
     def release_unused(self) -> None:
-        """Release now what nothing uses."""
         for source in self.sources.values():
             if not source.num_users:
                 source.release_at = 0.0

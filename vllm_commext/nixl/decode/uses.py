@@ -89,7 +89,6 @@ class Uses:
             self.keep_alive.watch(self._use(self._transfer_of(wait.remote), wait.request_id))
 
     def begin(self, load: Load, start: Callable[[Part], None]) -> None:
-        """Start a load: a part for each prefill worker that it reads from."""
         self.keep_alive.watched.drop_everywhere(load.request_id)
         known = self._uses.get(load.request_id)
         try:
@@ -108,7 +107,6 @@ class Uses:
         self._release(transfer, time.perf_counter())
 
     def close(self, part: Part, failure: Failure | None = None) -> None:
-        """A part has ended."""
         use, transfer = part.use, part.use.transfer
         self.keep_alive.watched.drop(use.request_id, part.key)
         if transfer.close(part, failure):
@@ -164,13 +162,11 @@ class Uses:
             self._log.warning("release", text)
 
     def release_due(self) -> None:
-        """Release what has not been used for long enough."""
         now = time.perf_counter()
         while self._closing and self._closing[0][0] <= now:
             self._release(self._closing.popleft()[1], now)
 
     def release_all(self) -> None:
-        """Release everything; no read may be under way."""
         for transfer in list(self._transfers.values()):
             self._release(transfer, sys.float_info.max)
 
@@ -211,7 +207,6 @@ class Uses:
         return None
 
     def _end(self, use: Use, load: Load) -> None:
-        """Nothing is under way for a use any more."""
         self._uses.pop(use.request_id, None)
         if use.is_given_up:
             self._outcomes.settled(use.request_id)
@@ -219,7 +214,6 @@ class Uses:
             self.report(load, use.failure, use.num_read)
 
     def _release(self, transfer: Transfer, now: float) -> None:
-        """Tell the sources that are due that they are not needed, and forget what is over."""
         for source in transfer.take_due(now):
             self.send_release(transfer, source)
         if transfer.next_release < math.inf:
@@ -228,7 +222,6 @@ class Uses:
             self._transfers.pop(identity(transfer.remote), None)
 
     def _agent_of(self, transfer: Transfer, source: Source) -> str:
-        """The agent to notify, "" where there is none, or none yet."""
         peer = self._peers.get(source.key)
         if peer is not None and peer.reach is not None:
             return peer.reach.value

@@ -53,7 +53,6 @@ class Grid:
 
     @property
     def cells_per_block(self) -> int:
-        """Cells in one of the cache manager's blocks."""
         return self.rows_per_block * self.cells_per_row
 
     def flattened(self) -> Grid:
@@ -64,7 +63,6 @@ class Grid:
         return Grid(self.num_rows * count, self.cell_stride, self.rows_per_block * count)
 
     def grouped(self, num_rows: int) -> Grid:
-        """Every ``num_rows`` rows as one."""
         return Grid(
             self.num_rows // num_rows,
             self.row_stride * num_rows,
@@ -164,12 +162,10 @@ class _Overlap:
 
     @property
     def is_whole(self) -> bool:
-        """Both sides hold these units and no others."""
         return self.count == self.num_local == self.num_remote
 
 
 def _is_one_run(one: AttentionGeometry, num_heads: int) -> bool:
-    """Whether a row's bytes lie in one run."""
     row_heads = one.num_planes * num_heads
     heads_first = (one.row_tokens * one.token_bytes, one.token_bytes)
     tokens_first = (one.token_bytes, row_heads * one.token_bytes)
@@ -177,7 +173,6 @@ def _is_one_run(one: AttentionGeometry, num_heads: int) -> bool:
 
 
 def _same_order(local: AttentionGeometry, remote: AttentionGeometry) -> bool:
-    """Whether rows of both sides hold the same bytes in the same order."""
     names = ("row_tokens", "head_stride", "token_stride")
     return all(getattr(local, name) == getattr(remote, name) for name in names)
 

@@ -90,7 +90,6 @@ class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
 
     @property
     def split(self) -> Split:
-        """How the heads are dealt out."""
         return Split(self.num_heads, self.replicated)
 
 
@@ -122,7 +121,6 @@ class StatePart(msgspec.Struct, frozen=True):
 
     @property
     def split(self) -> Split:
-        """How the units are dealt out."""
         return Split(self.num_units, self.replicated)
 
 
@@ -195,7 +193,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> Rank:
-        """This worker's place in its engine."""
         return Rank(self.tp_size, self.tp_rank)
 
     @property
@@ -212,11 +209,9 @@ class CacheLayout(msgspec.Struct, frozen=True):
         return sum(len(family.names) for family in self.families)
 
     def own_names(self) -> set[str]:
-        """Names of this worker's layers."""
         return {name for family in self.families for name in family.names}
 
     def engine_names(self) -> set[str]:
-        """Names of the layers of all pipeline stages of the engine."""
         return {name for names in self.stages for name in names} or self.own_names()
 
     def splits(self) -> frozenset[Split]:
@@ -225,13 +220,11 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
 
 def describe_place(layout: CacheLayout) -> str:
-    """Where a worker stands in its engine, for people."""
     rank = f"rank {layout.tp_rank} of {layout.tp_size}"
     return rank if layout.pp_size == 1 else f"{rank}, stage {layout.pp_rank} of {layout.pp_size}"
 
 
 def parts_of(family: Family) -> Iterator[AttentionGeometry | StatePart]:
-    """What the family deals out by itself."""
     if isinstance(family.geometry, AttentionGeometry):
         yield family.geometry
     else:

@@ -24,7 +24,6 @@ MAX_IDS = 1 << 13
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)
 
 

@@ -105,7 +105,6 @@ class Sources:
 
 
 def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Sources:
-    """Plan one decode rank's part in reading from a prefill engine of ``num_sources`` ranks."""
     readers = [
         _ranks_read(splits, Rank(reader.size, index), num_sources) for index in range(reader.size)
     ]

@@ -120,7 +120,6 @@ class Places:
         return row, indices - self.starts[row]
 
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """Address and length of each of these descriptors."""
         row, number = self.find(indices)
         return self.addresses[row] + number * self.strides[row], self.lengths[row]
 
@@ -211,7 +210,6 @@ NUM_SLABS = 4
 
 
 def macros() -> dict[str, int]:
-    """What the kernel is compiled for."""
     return {
         "THREADS": NUM_THREADS,
         "CHUNK_BYTES": CHUNK_BYTES,
@@ -221,7 +219,6 @@ def macros() -> dict[str, int]:
 
 
 def make_arguments() -> ctypes.Structure:
-    """Return the kernel's ``Args``, all 0."""
     return arguments_type(f"{NAME}.cu", MAX_RUNS=MAX_RUNS)()
 
 
@@ -268,7 +265,6 @@ class CudaDevice:
         launch.check(changed, "letting other threads capture graphs")
 
     def make_slab(self) -> CudaSlab:
-        """New memory for a launch."""
         self._slabs.append(CudaSlab())
         return self._slabs[-1]
 
@@ -280,7 +276,6 @@ class CudaDevice:
         launch.check(recorded, "recording an event")
 
     def is_done(self, slab: CudaSlab) -> bool:
-        """Whether the copy with this slab has ended; raises where it has failed."""
         (status,) = self._runtime.cudaEventQuery(slab.event)
         if status == self._runtime.cudaError_t.cudaErrorNotReady:
             return False
@@ -296,7 +291,6 @@ class CudaDevice:
         ipc.close_handle(address)
 
     def close(self) -> None:
-        """Give everything back; nothing may be under way."""
         with contextlib.suppress(UnsupportedError):  # at a process's end CUDA may have gone before
             while self._slabs:
                 slab = self._slabs.pop()
@@ -326,13 +320,11 @@ class Gatherer:
         self._free = [device.make_slab() for _ in range(NUM_SLABS)]
 
     def make(self, batch: Batch, slab: CudaSlab | None = None) -> Gather:
-        """A launch that is still to be posted; with a slab of its own or one that is free."""
         if slab is None:
             slab = self.take_slab()
         return Gather(batch, slab)
 
     def take_slab(self) -> CudaSlab:
-        """A slab that nothing uses."""
         return self._free.pop() if self._free else self._device.make_slab()
 
     def post(self, gather: Gather) -> str:
@@ -367,7 +359,6 @@ class Gatherer:
         return DONE if gather.has_ended else IN_PROGRESS
 
     def num_merged(self, gather: Gather) -> int:
-        """Pieces that it has copied."""
         return len(gather.batch.places)
 
     def release_read(self, gather: Gather) -> None:

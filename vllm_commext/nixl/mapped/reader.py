@@ -159,7 +159,6 @@ class MappedReader:
         return pairs.num_bytes < LARGE_BYTES * num_runs(self._local, self._remote, pairs)
 
     def post(self, pairs: Pairs) -> Posting:
-        """Begin a read; see ``Posting``."""
         found = batches(self._local, self._remote, pairs)
         return Posting(self._gatherer, (self._gatherer.make(batch) for batch in found))
 

@@ -126,7 +126,6 @@ class TransferRecorder:
         self._has_new_gauges = False
 
     def gauges(self, source: str, values: dict[str, float]) -> None:
-        """What stands now at a worker or the scheduler side."""
         with self._lock:
             if self._gauges.get(source) != values:
                 self._gauges[source] = values
@@ -162,23 +161,19 @@ class TransferRecorder:
             counts[str(reason)] = counts.get(str(reason), 0) + 1
 
     def note_failure(self, request_id: str, reason: str, num_read: int = 0) -> None:
-        """A load failed on this worker, see ``FailedLoad``."""
         with self._lock:
             self._ends.failed.setdefault(request_id, FailedLoad(reason, num_read))
 
     def note_expired(self, request_id: str) -> None:
-        """A prefilled request's lease ran out on this worker."""
         with self._lock:
             self._ends.expired.add(request_id)
 
     def take_ends(self) -> Ends:
-        """What was noted since the last call."""
         with self._lock:
             taken, self._ends = self._ends, Ends()
         return taken
 
     def take(self) -> dict[str, Any] | None:
-        """The record since the last call, None where it is empty."""
         with self._lock:
             if is_empty(self._data):
                 return None

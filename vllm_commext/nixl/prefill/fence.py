@@ -34,7 +34,6 @@ Nonces = npt.NDArray[np.uint64]
 
 
 def new_key() -> bytes:
-    """A key for one start of an engine."""
     return secrets.token_bytes(KEY_BYTES)
 
 
@@ -45,7 +44,6 @@ def first_nonces(key: bytes, num_slots: int = NUM_SLOTS) -> Nonces:
 
 
 def next_nonce(key: bytes, slot: int, nonce: int) -> int:
-    """What follows a slot's nonce."""
     place = struct.pack("<QQ", slot, nonce)
     return int.from_bytes(
         hashlib.blake2b(place, key=key, digest_size=NONCE_BYTES).digest(), "little"
@@ -76,7 +74,6 @@ class FenceSlots:
         return slot, self.nonce_in(slot)
 
     def nonce_in(self, slot: int) -> int:
-        """What stands in a slot."""
         return int(self._nonces[slot])
 
     def renew(self, slot: int) -> int:

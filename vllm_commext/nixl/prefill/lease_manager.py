@@ -51,11 +51,9 @@ class LeaseManager:
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
-        """Requests whose blocks are held."""
         return len(self._leases)
 
     def hold(self, hold: Hold) -> None:
-        """Keep a finished prefill's blocks."""
         name = short_id(hold.request_id)
         self._holds[name] = hold
         is_read = hold.lease_seconds > 0
@@ -103,7 +101,6 @@ class LeaseManager:
             self._leases.extend(request_id, beat, now)
 
     def end_leases(self) -> None:
-        """Free what nobody has fetched in time."""
         self._report_unsent()
         ended = self._leases.expire(time.monotonic(), EARLY_RELEASE_SECONDS)
         for request_id, seconds in ended.items():

@@ -82,7 +82,6 @@ class LeaseLedger:
         self._next_end = math.inf
 
     def __len__(self) -> int:
-        """Requests whose blocks are held."""
         return len(self._leases)
 
     def hold(self, request_id: str, now: float, duration: float) -> bool:
@@ -156,7 +155,6 @@ class LeaseLedger:
         return ended
 
     def take_counts(self) -> LeaseCounts:
-        """The counts since the last call."""
         taken, self.counts = self.counts, LeaseCounts()
         return taken
 

@@ -126,11 +126,9 @@ class Listener:
         return len(self._connections)
 
     def wake(self) -> None:
-        """End the wait of a turn, from any thread."""
         self._wakeup.notify()
 
     def close(self) -> None:
-        """Close all connections, and the port."""
         for connection in [*self._connections.values()]:
             self._drop(connection)
         self._selector.close()
@@ -230,7 +228,6 @@ class Listener:
             connection.socket.send(zmtp.opening(zmtp.ROUTER))
 
     def _flush(self, connection: Connection) -> None:
-        """Send what can be sent at once."""
         out = connection.out
         try:
             while out:
@@ -318,7 +315,6 @@ class Listener:
             self._drop(one)
 
     def _sweep(self, now: float) -> None:
-        """Close what has had its time."""
         self._next_sweep = math.inf
         for connection in [*self._connections.values()]:
             connection.num_taken //= 2

@@ -133,7 +133,6 @@ class PrefillKeys:
         self._early: OrderedDict[str, None] = OrderedDict()
 
     def add(self, key: str, state: PrefillState) -> None:
-        """A prefill has come in."""
         if key in self._early:
             del self._early[key]
             state.move(PrefillPhase.UNWANTED)
@@ -153,7 +152,6 @@ class PrefillKeys:
         return state
 
     def forget(self, state: PrefillState) -> None:
-        """A prefill is neither computed nor kept any more."""
         self._states.pop(state.key, None)
         state.key = ""
 

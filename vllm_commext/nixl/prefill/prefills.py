@@ -90,7 +90,6 @@ class Prefills:
         return len(found)
 
     def release_all(self) -> None:
-        """Nobody is to read what is kept."""
         held = [one for one in self._states.values() if one.phase is PrefillPhase.HELD]
         for state in held:
             self._producer.withdraw(state)
@@ -158,7 +157,6 @@ class Prefills:
         return self._describe(state, offered, num_tokens)
 
     def _hold(self, state: PrefillState, lease_seconds: float, rest: Listed = ()) -> None:
-        """Have workers keep a prefill's blocks."""
         nonce = self._fences.nonce_in(state.slot)
         hold = Hold(state.request_id, lease_seconds, state.slot, nonce, state.row, rest)
         self._engine.step.holds.append(hold)
@@ -192,7 +190,6 @@ class Prefills:
         return write_params(transfer_params, engine.secret, chunk_tokens=chunk_tokens)
 
     def fill_step(self, taken: StepMetadata, scheduled: SchedulerOutput) -> None:
-        """Add what the workers must know of this step."""
         if not self._engine.streaming.refusal:
             taken.chunks, taken.restarts = self._producer.take_step(self._states, scheduled)
         if taken.restarts:  # also of requests that were preempted and ended between two steps
@@ -211,7 +208,6 @@ class Prefills:
             ]
 
     def note_outcomes(self, sent: Iterable[str], expired: Iterable[str]) -> None:
-        """Leases have run out on workers, and all workers have let go of what was *sent*."""
         for request_id in expired:
             if (state := self._states.get(request_id)) is not None:
                 state.has_expired = True

@@ -88,11 +88,9 @@ class StreamAsker:
         self._client.call(self._watch, request_id, wanted, address)
 
     def settle(self, request_id: str) -> None:
-        """The request has its answer."""
         self._answers.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or its first token is not awaited any more."""
         self._client.call(self._forget, request_id)
 
     def answer(self, request_id: str) -> Answer | None:
@@ -152,7 +150,6 @@ class StreamAsker:
         )
 
     def _note_reply(self, waiters: _Waiters, reply: wire.FoundStreams) -> None:
-        """Take an answer, and ask on."""
         is_changed = False
         for request_id, one in [*waiters.wanted.items()]:
             stream = reply.found.get(one.key)
@@ -188,7 +185,6 @@ class StreamAsker:
         self._leave_if_idle(waiters)
 
     def _give_up(self, waiters: _Waiters, now: float) -> None:
-        """Fail what has waited for too long."""
         begun = now - self._limit_seconds
         late = [
             name for name, one in waiters.wanted.items() if not one.is_found and one.since <= begun
@@ -209,7 +205,6 @@ class StreamAsker:
             self._notify()
 
     def _end(self, waiters: _Waiters, request_id: str) -> None:
-        """A request waits for nothing more."""
         del waiters.wanted[request_id]
         with self._told:
             self._awaited.discard(request_id)

@@ -195,7 +195,6 @@ class Cursor:
 
     @property
     def groups(self) -> list[Group]:
-        """The peer's."""
         return self.link.plan.remote.groups
 
     @property
@@ -211,12 +210,10 @@ class Cursor:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is a next chunk, as far as is known."""
         return self.target > self.done or self.takes_rest
 
     @property
     def is_over(self) -> bool:
-        """Whether everything has been read."""
         return self.done >= self.num_tokens and self.has_rest
 
     def start_again(self, nonce: int) -> None:
@@ -234,7 +231,6 @@ class Cursor:
         self.schedule.note(header.num_tokens, time.perf_counter())
 
     def note_read(self) -> None:
-        """The next chunk is here."""
         self.has_rest = self.has_rest or self.takes_rest
         self.done, self.num_refused, self.moved = self.target, 0, time.perf_counter()
 

@@ -49,7 +49,6 @@ class StreamDirectory:
         return key in self._found or key in self._ended
 
     def open(self, key: str, stream: FoundStream) -> None:
-        """A prompt can be read, or never will be."""
         with self._lock:
             if stream.refusal:
                 self._remember(key, stream)
@@ -67,7 +66,6 @@ class StreamDirectory:
         self.on_change(key)
 
     def end(self, key: str) -> None:
-        """Its blocks are going to be freed."""
         with self._lock:
             if self._found.pop(key, None) is not None:
                 self._remember(key, FoundStream(refusal="the prefill has ended"))
@@ -240,12 +238,10 @@ class StreamProducer:
         )
 
     def tell_token(self, state: PrefillState, first_token: int, sampling: str) -> None:
-        """A prompt is computed, and this token follows, drawn by this."""
         if state.row >= 0 and state.stream is not None:
             self._directory.tell(state.stream.key, first_token, sampling)
 
     def note_finish(self, state: PrefillState) -> None:
-        """A request is computed no more; one that had not begun is forgotten."""
         if state.stream is not None and state.row < 0:
             self._leave(state, state.stream, "the prefill has ended")
 

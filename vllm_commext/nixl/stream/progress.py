@@ -69,7 +69,6 @@ class Region(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Of its first id in the row."""
         return self.first * PIECE_IDS
 
 
@@ -206,7 +205,6 @@ class ProgressTable:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request has a row."""
         return bool((self.headers[:, 1] != ENDED).any())
 
     def begin(self, row: int, nonce: int) -> None:
@@ -239,7 +237,6 @@ class ProgressTable:
                     self.headers[row, 2] = mark_of(nonce, num_tokens)
 
     def complete(self, row: int, nonce: int, listed: Listed) -> None:
-        """The prompt has ended: what other groups need, too."""
         if self._list(row, nonce, listed):
             with self._lock:
                 if int(self.headers[row, 1]) == nonce:
@@ -271,7 +268,6 @@ class Publisher:
         self._launched: deque[tuple[torch.Event, Sequence[Chunk | Hold]]] = deque()
 
     def __len__(self) -> int:
-        """Steps whose end is not known yet."""
         return len(self._launched)
 
     def prepare(self, chunks: list[Chunk], restarts: list[Restart]) -> None:
@@ -284,7 +280,6 @@ class Publisher:
                 self._progress.begin(chunk.row, chunk.nonce)
 
     def launched(self, chunks: list[Chunk]) -> None:
-        """They are launched."""
         self.prepare([chunk for chunk in chunks if chunk.begins], [])  # where vLLM did not say so
         self._publish_behind(chunks)
 
@@ -304,7 +299,6 @@ class Publisher:
                 self._launched.append((event, told))
 
     def poll(self) -> None:
-        """Publish what has been computed meanwhile."""
         with self._lock:
             while self._launched and self._launched[0][0].query():
                 self._publish(self._launched.popleft()[1])

@@ -46,7 +46,6 @@ class StreamReader:
         self.num_moves = 0
 
     def __len__(self) -> int:
-        """Parts that are read."""
         return len(self._cursors)
 
     @property
@@ -54,7 +53,6 @@ class StreamReader:
         return len(self._looks)
 
     def seconds_to_look(self) -> float:
-        """Until a row is to be looked at."""
         now = time.perf_counter()
         times = (one.next_look - now for one in self._cursors if not one.is_reading)
         return max(min(times, default=LONGEST_SECONDS), 0.0)
@@ -115,17 +113,14 @@ class StreamReader:
         return cursor.pairs
 
     def note_posted(self, cursor: Cursor) -> None:
-        """The next chunk is being read."""
         cursor.is_reading, cursor.has_read, cursor.pairs = True, True, None
 
     def leave(self, part: Part) -> None:
-        """A part has failed, or is to be tried over another connection."""
         cursor = part.stream
         if cursor is not None and cursor in self._cursors:
             self._leave(cursor)
 
     def note_end(self, part: Part, failure: Failure | None) -> bool:
-        """A chunk has ended; whether more of the part is to be read."""
         cursor = part.stream
         assert cursor is not None  # only reads of streams are told here
         cursor.is_reading = False
@@ -289,7 +284,6 @@ class _UnreachableError(ProtocolError):
 
 
 def failure_of_stream(error: Exception) -> Failure:
-    """Why a part that is read while its prompt is computed has failed."""
     if isinstance(error, (_EndedError, _PreemptedError)):
         return Failure("expired", error)
     if isinstance(error, CommextTimeoutError):

@@ -130,7 +130,6 @@ def _time_read(agent: NixlAgent, read: object, end_seconds: float) -> float | No
 
 
 def describe(speed: Speed, transports: Sequence[str]) -> str:
-    """One line for the log."""
     names = ", ".join(transports) or "a transport that UCX does not tell (UCX_LOG_LEVEL is set)"
     return (
         f"self-probe: {speed.num_bytes >> 20} MiB in {speed.seconds * 1e3:.3g} ms, "

@@ -40,11 +40,9 @@ class Table:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Address and number of the records."""
         return self.array.ctypes.data, len(self.array)
 
     def register(self, agent: NixlAgent) -> None:
-        """Make the records readable by peers, and the cells ready."""
         arrays = self.array, self.cells
         agent.register([(array.ctypes.data, array.nbytes) for array in arrays], "DRAM", 0)
         self._cell_list = agent.prepare_own(self._rows(self.cells.ctypes.data, len(self.cells)))
@@ -69,7 +67,6 @@ class Table:
         return taken
 
     def give_back(self, cells: Sequence[int]) -> None:
-        """Free cells into which nothing is read any more."""
         self._free += cells
 
 

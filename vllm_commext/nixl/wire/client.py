@@ -145,12 +145,10 @@ class SideChannel:
 
     @property
     def is_asking(self) -> bool:
-        """Whether an answer is awaited."""
         return bool(self._questions)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection, as far as is known."""
         return self._socket is not None
 
     def close(self) -> None:
@@ -160,7 +158,6 @@ class SideChannel:
         self._client.channels.pop(self, None)
 
     def poll(self, now: float) -> None:
-        """Take what has come, and send what is to be asked."""
         try:
             for _ in range(MAX_FRAMES):
                 if self._socket is None or (frame := self._socket.receive()) is None:
@@ -272,11 +269,9 @@ class SideChannelClient:
 
     @property
     def asking(self) -> list[SideChannel]:
-        """Those whose answers are awaited."""
         return [channel for channel in self.channels if channel.is_asking]
 
     def poll(self) -> None:
-        """Do what is due, and take what has come."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._guard(heapq.heappop(self._timers)[2])
@@ -324,7 +319,6 @@ class ClientThread(SideChannelClient):
         self._wakeup.notify()
 
     def poll(self) -> None:
-        """The same after what was called."""
         while self._calls:
             self._guard(self._calls.popleft())
         super().poll()

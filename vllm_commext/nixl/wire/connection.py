@@ -147,17 +147,13 @@ class SideChannelSocket:
             self._lookup = _Lookup(host, port)
 
     def fileno(self) -> int:
-        """What a poller takes, -1 where there is none: not yet, or no more."""
         return self._socket.fileno() if self._socket is not None else -1
 
     @property
     def events(self) -> int:
-        """What a poller is to wait for."""
         return select.POLLIN | (select.POLLOUT if self._out else 0)
 
     def send(self, message: bytes) -> None:
-        """Send a message as soon as the other end is ready.  It takes nothing in, so that who waits
-        for this socket misses nothing."""
         self._waiting += zmtp.header(len(message)) + message
         try:
             self._flush()

@@ -168,7 +168,6 @@ Places = Mapping[str, tuple[int, int]]
 
 
 def described(tables: Places) -> dict[str, int]:
-    """The fields of ``WorkerDescription`` that say where tables are."""
     fields: dict[str, int] = {}
     for name, place in tables.items():
         fields.update(zip(_FIELDS[name], place, strict=True))

@@ -110,12 +110,10 @@ def params_of(request: Request) -> dict[str, Any] | None:
 
 
 def is_for_prefill(params: Mapping[str, Any] | None) -> bool:
-    """Whether another engine will decode the request."""
     return bool(params and params.get("do_remote_decode"))
 
 
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether another engine has prefilled the request."""
     return bool(params and params.get("do_remote_prefill"))
 
 

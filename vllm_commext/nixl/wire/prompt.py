@@ -62,7 +62,6 @@ class Prompt:
 
 
 def prompt_of(request: Request) -> Prompt:
-    """The prompt of one of vLLM's requests."""
     lora = request.lora_request
     places = [(item.identifier, item.mm_position) for item in request.mm_features]
     return Prompt(

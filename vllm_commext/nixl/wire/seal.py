@@ -308,7 +308,6 @@ class _Numbers:
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Be another asker."""
         self._asker = secrets.token_bytes(_ASKER_BYTES)
         self._numbers = itertools.count(1)
 
