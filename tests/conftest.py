@@ -63,7 +63,6 @@ LONGEST = (
     "cpu/nixl_agents/test_peer_life.py",
     "cpu/nixl_agents/test_peer_processes.py",
     "cpu/nixl_agents/test_streams.py",
-    "cpu/test_reuse.py",
     "cpu/nixl_agents/test_leases_kept_alive.py",
     "cpu/test_placement.py",
     "cpu/test_lost_prefills.py",
