@@ -104,7 +104,7 @@ def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.requests import CompletionQueue
     from vllm_commext.nixl.stream.producer import StreamDirectory
-    from vllm_commext.nixl.tables import WorkerTables
+    from vllm_commext.nixl.stream.progress import WorkerTables
     from vllm_commext.nixl.transport.agent import NixlAgent
     from vllm_commext.nixl.wakeup import WakeupSocket
 

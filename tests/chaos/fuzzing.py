@@ -24,7 +24,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.lease_manager import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import CompletionQueue, Hold
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint

@@ -35,10 +35,8 @@ from tests.kit.crossed import crossed
 from tests.kit.stream_requests import step
 from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.engine_context import EngineContext
-from vllm_commext.nixl.features import Streaming
-from vllm_commext.nixl.geometry.plan import plan_read
-from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill
+from vllm_commext.nixl.engine_context import EngineContext, Streaming
+from vllm_commext.nixl.geometry.plan import blocks_to_fill, plan_read
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.prefills import Prefills

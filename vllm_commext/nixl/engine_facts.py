@@ -21,7 +21,7 @@ from vllm_commext.compat.kv_connector import (
 from vllm_commext.compat.versions import cache_meaning
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.features import Reusing, Streaming, reuse_refusal, streaming_refusal
+from vllm_commext.nixl.engine_context import Reusing, Streaming, reuse_refusal, streaming_refusal
 from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank

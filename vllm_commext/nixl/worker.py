@@ -21,8 +21,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
 from vllm_commext.nixl.requests import Load, Outcomes, Release
 from vllm_commext.nixl.reuse.offers import MIN_CELLS, GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log

@@ -35,8 +35,7 @@ from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_dat
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.reuse.offers import GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable, Publisher
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 from vllm_commext.nixl.wire.description import MappedOffer, WorkerDescription, encode_description

@@ -26,8 +26,7 @@ from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, regions_of
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables, regions_of
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.description import WorkerDescription, encode_description

@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit.stream_requests import request, step
-from vllm_commext.nixl.features import Streaming
+from vllm_commext.nixl.engine_context import Streaming
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prefill_state import PrefillState

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
-from vllm_commext.nixl.geometry.request_blocks import (
+from vllm_commext.nixl.geometry.plan import (
     NULL_BLOCK,
     blocks_to_fill,
     blocks_to_offer,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.kit import stream_requests
 from tests.kit.stream_requests import step
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.features import Streaming, streaming_refusal
+from vllm_commext.nixl.engine_context import Streaming, streaming_refusal
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
 from vllm_commext.nixl.prefill.prefill_state import PrefillState

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.decode.counted import Counted, RefCounted, run_logged
 from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
-from vllm_commext.nixl.log import logger
+from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.mapped.reader import MappedReader, Mapper
 from vllm_commext.nixl.requests import PeerKey
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader
 from vllm_commext.nixl.transport.tables import RemoteTable
@@ -27,6 +27,40 @@ from vllm_commext.nixl.wire.description import (
     WorkerDescription,
     tables_in,
 )
+
+_log = RateLimitedLog()
+
+
+class Counted:
+    """Something with several users; made with one user, and given back after the last one."""
+
+    num_users = 1
+    _give_back: Callable[[], None]
+
+    def hold(self) -> Self:
+        self.num_users += 1
+        return self
+
+    def drop(self) -> None:
+        self.num_users -= 1
+        if not self.num_users:
+            self._give_back()
+
+
+class RefCounted(Counted):
+    """A value that NIXL has made, and how it is given back."""
+
+    def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
+        self.value = value
+        self._give_back = partial(run_logged, give_back)
+
+
+def run_logged(give_back: Callable[[], None]) -> None:
+    try:
+        give_back()
+    except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer may be gone
+        _log.warning("give back", f"NIXL failed to release a removed peer's resources: {error}")
+
 
 MAX_KEPT = 256
 """Agents that nobody uses and that are kept, for workers that may be needed again."""

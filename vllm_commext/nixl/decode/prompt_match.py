@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.first_token import Sampler
-from vllm_commext.nixl.geometry.request_blocks import has_state, keeps_every_token
+from vllm_commext.nixl.geometry.plan import has_state, keeps_every_token
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import TransferParams
 from vllm_commext.nixl.wire.prompt import OtherPromptError, check_prompt, digests, prompt_of

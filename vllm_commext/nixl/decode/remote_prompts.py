@@ -13,7 +13,7 @@ from vllm_commext.nixl.decode.prompt_match import PromptMatch, Trust
 from vllm_commext.nixl.decode.remote_tokens import RemoteTokens
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import refusal_of
-from vllm_commext.nixl.geometry.request_blocks import blocks_to_fill, is_at_block_boundary
+from vllm_commext.nixl.geometry.plan import blocks_to_fill, is_at_block_boundary
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import FAILURES, FIRST_TOKENS, HANDOVERS

@@ -8,7 +8,7 @@ from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.leases import Beat, LeaseLedger
 from vllm_commext.nixl.requests import CompletionQueue, Hold
-from vllm_commext.nixl.tables import WorkerTables
+from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire.messages import (
     KeepAlive,

@@ -13,11 +13,7 @@ from vllm.v1.request import RequestStatus
 from vllm_commext.compat.kv_connector import drop_last_prompt_token, end_after_one_token
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import offer
-from vllm_commext.nixl.geometry.request_blocks import (
-    blocks_to_offer,
-    is_complete,
-    keeps_every_token,
-)
+from vllm_commext.nixl.geometry.plan import blocks_to_offer, is_complete, keeps_every_token
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceSlots

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_commext.nixl.features import Streaming
+from vllm_commext.nixl.engine_context import Streaming
 from vllm_commext.nixl.geometry.layout import FULL
-from vllm_commext.nixl.geometry.plan import num_blocks_for
-from vllm_commext.nixl.geometry.request_blocks import keeps_every_token
+from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
 from vllm_commext.nixl.prefill.fence import FenceSlots
 from vllm_commext.nixl.prefill.prefill_state import PrefillState, Progress, Stream, progress_in
 from vllm_commext.nixl.reasons import Handover
