@@ -14,6 +14,7 @@ import pytest
 from tests.kit.demo import __main__ as demo
 from tests.kit.supervisor import descendants
 
+pytestmark = pytest.mark.long
 DEMO = [sys.executable, "-m", "tests.kit.demo"]
 STOP_SECONDS = 90
 PASSES = ("one at a time", "repeated", "8 at once", "changed (control)")
@@ -50,7 +51,6 @@ def test_all_claims_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [cells[name][-1] for name in PASSES] == ["8/8", "8/8", "8/8", "0/4"]
 
 
-@pytest.mark.long
 def test_a_hybrid_model_with_fewer_groups_than_decode_ranks(tmp_path: Path) -> None:
     output = run_demo(
         tmp_path, "--model", "granite1", "--p-tp", "1", "--d-tp", "2", "--requests", "8"
@@ -62,7 +62,6 @@ def test_a_hybrid_model_with_fewer_groups_than_decode_ranks(tmp_path: Path) -> N
     assert [cells[name][-1] for name in names] == ["8/8", "8/8", "0/4"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("prefill_tp", [1, 3])
 def test_a_pretrained_model_answers_questions_and_reads_a_long_file(
     tmp_path: Path, prefill_tp: int
@@ -77,7 +76,6 @@ def test_a_pretrained_model_answers_questions_and_reads_a_long_file(
     assert "Paris" in answers[0][2]
 
 
-@pytest.mark.long
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [*DEMO, "--folder", str(tmp_path)],
