@@ -95,7 +95,7 @@ class Variants:
 
 def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
     """The second pass: a row a size, with every variant's time."""
-    from vllm_commext.allreduce.message import message_of_bytes
+    from vllm_commext.allreduce.limits import message_of_bytes
     from vllm_commext.allreduce.table import measure
 
     rows: list[Row] = []
@@ -123,7 +123,7 @@ def host_costs(variants: Variants, options: Any) -> dict[str, float]:
     """Microseconds that an eager call of 8 KiB costs the host, where the GPU keeps up."""
     import torch
 
-    from vllm_commext.allreduce.message import message_of_bytes
+    from vllm_commext.allreduce.limits import message_of_bytes
 
     message = message_of_bytes(8192, "bfloat16", options.hidden)
     tensor = torch.zeros(message.shape, dtype=torch.bfloat16, device="cuda")

@@ -265,7 +265,7 @@ def rows_of(bench: Bench, size: int) -> int:
 
 def variants(bench: Bench, rows: int) -> Iterator[tuple[str, Call]]:
     """Every variant that takes so many rows; collective."""
-    from vllm_commext.allreduce.message import Message
+    from vllm_commext.allreduce.limits import Message
 
     residual = bench.inputs(rows, seed=1)[1]
     for name, form in bench.fitting(rows).items():
@@ -282,7 +282,7 @@ def measure_sizes(bench: Bench, sizes: Sequence[int], samples: int) -> list[dict
     """A row a size: the time of each variant, and how ours compares."""
     import torch
 
-    from vllm_commext.allreduce.message import Message
+    from vllm_commext.allreduce.limits import Message
     from vllm_commext.allreduce.table import measure
 
     options = measure.Options(samples=samples, hidden=bench.hidden)

@@ -74,9 +74,10 @@ class Ours:
 
     def __init__(self, rank: int, world: int, group: Any) -> None:
         from vllm_commext.reduce_rms import ops
+        from vllm_commext.reduce_rms.kernel import slot_bytes
         from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
-        size = LamportWorkspace.compute_comm_size_for_minimax(max(TOKENS), world)
+        size = slot_bytes(max(TOKENS), world)
         self._ops, self._workspace = ops, LamportWorkspace(rank, world, size, group)
         self._tuned: dict[Any, Any] = {}
 

@@ -93,6 +93,7 @@ def tell(row: dict[str, Any]) -> None:
 def run_rank(args: argparse.Namespace) -> None:
     from vllm_commext.compat.tp_group import let_vllm_use_nccl
     from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
+    from vllm_commext.reduce_rms.kernel import slot_bytes
     from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
     rank: int = args.rank
@@ -100,7 +101,7 @@ def run_rank(args: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     vllm = Vllm(rank, args.tp, args.port)
     group = dist.new_group(backend="gloo")
-    size = LamportWorkspace.compute_comm_size_for_minimax(max(TOKENS), args.tp)
+    size = slot_bytes(max(TOKENS), args.tp)
     workspace = LamportWorkspace(rank, args.tp, size, group)
     ready: list[Any] = []
     for name, layers, arguments in cases(rank, args.tp, workspace.handle):

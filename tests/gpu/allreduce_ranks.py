@@ -26,7 +26,7 @@ from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
 from vllm_commext.allreduce.fused.layout import FusedShape
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce as compat

@@ -22,12 +22,10 @@ from torch import distributed as dist
 from tests.gpu.reduce_rms_rows import EPS, PLACE, Rank, Rows, qk_rms_norm, settle, ulps
 from tests.kit.gpu_ranks import checks_of
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.reduce_rms import workspace as workspaces
+from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import (
     GroupWorkspace,
     LamportWorkspace,
-    find_tensor,
-    get_allreduce_workspace,
 )
 
 split_qk_rms_norm = torch.ops.vllm_commext.split_qk_rms_norm
@@ -368,26 +366,6 @@ def check_batch_invariant(rank: Rank) -> Figures:
     return {"batches": batches}
 
 
-def check_cache(rank: Rank) -> Figures:
-    """One workspace a group; another for another group, also at the address of an earlier one."""
-    seen = set()
-    for _ in range(4):
-        group = dist.new_group(list(range(rank.world)))
-        words = get_allreduce_workspace(rank.rank, rank.world, max_tokens=64, process_group=group)
-        again = get_allreduce_workspace(rank.rank, rank.world, max_tokens=64, process_group=group)
-        other = get_allreduce_workspace(
-            rank.rank, rank.world, max_tokens=64, process_group=group, name="other stream"
-        )
-        assert words is again
-        assert other is not words
-        seen.add(find_tensor(words).handle)
-        dist.destroy_process_group(group)
-        del group
-    workspaces.cleanup_all()
-    assert len(seen) == 4, seen
-    return {"workspaces": len(seen)}
-
-
 def check_mismatch(rank: Rank) -> Figures:
     size = (2 << 20) * (1 + rank.rank % 2)
     text = ""
@@ -414,7 +392,7 @@ def check_two_groups(rank: Rank) -> Figures:
         return {"skipped": "needs 4 GPUs"}
     pairs = [dist.new_group([i, i + 1]) for i in range(0, rank.world, 2)]
     member = Rank(rank.rank % 2, 2)
-    size = LamportWorkspace.compute_comm_size_for_minimax(4096, 2)
+    size = slot_bytes(4096, 2)
     pair = LamportWorkspace(member.rank, 2, size, pairs[rank.rank // 2], timeout_seconds=10)
     everyone = rank.workspace()
     verifiers = (Verifier(member, 2, 3000), Verifier(rank, 2, 3000))

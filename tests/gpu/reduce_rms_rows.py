@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
+from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
 EPS = 1e-6
@@ -69,7 +70,7 @@ class Rank:
         self.rank, self.world = rank, world
 
     def workspace(self, seconds: float = 10.0, **options: Any) -> LamportWorkspace:
-        size = LamportWorkspace.compute_comm_size_for_minimax(16384, self.world)
+        size = slot_bytes(16384, self.world)
         return LamportWorkspace(self.rank, self.world, size, timeout_seconds=seconds, **options)
 
     def minimax(self, seed: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Rows:

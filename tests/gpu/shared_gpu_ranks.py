@@ -22,7 +22,7 @@ from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.limits import Message
 from vllm_commext.collective import Collective
 
 MESSAGE_BYTES = 1 << 20

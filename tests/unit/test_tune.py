@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.cache import builtin_table

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.backends import flashinfer, limits, push
+from vllm_commext.allreduce import limits, multicast, names
+from vllm_commext.allreduce.backends import flashinfer, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.limits import ITEM_BYTES
 from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table.cache import find_table
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
@@ -30,15 +30,8 @@ OUR_KERNEL = "our own kernel"
 
 @dataclass(frozen=True)
 class Parts:
-    """Communicators and device that a group has already.
-
-    Attributes:
-        cpu_group: sends objects without a GPU.
-        device_group: NCCL's, for where vLLM's own binding has not found the library.
-        device: this rank's GPU.
-        custom: vLLM's custom all-reduce, or None where vLLM has none or has disabled it.
-        pynccl: vLLM's binding of NCCL, or None.
-    """
+    """Communicators and device that a group has already; `cpu_group` sends objects without a GPU,
+    `custom` is vLLM's custom all-reduce and `pynccl` its binding of NCCL, None where disabled."""
 
     cpu_group: "ProcessGroup"
     device_group: "ProcessGroup | None"
@@ -80,9 +73,9 @@ def _makers(
     wanted: Sequence[str],
     most_bytes: int,
 ) -> dict[str, Maker]:
-    """A maker of each family of backends that is wanted, in an order that all ranks share."""
+    """A maker for each family of backends wanted, in an order that all ranks share."""
     flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
-    # Nobody who has not asked for FlashInfer is to wait for its compiler.
+    # FlashInfer's compiler takes minutes: only a table measured here makes an engine wait for it.
     may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
@@ -133,8 +126,7 @@ def create_dispatcher(
         table: what was measured; rank 0's serves all.
         forced: the one backend that the user wants, or None.
         wanted: backends to create, in order to measure them; None for those of the table.
-        most_bytes: of the largest message that there will be, alike on all ranks; 0 where nobody
-            knows.
+        most_bytes: of the largest message to come, alike on all ranks; 0 where unknown.
 
     Raises:
         UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
@@ -186,8 +178,8 @@ class Requirements:
     Attributes:
         forced: the one backend to use, or None for the fastest.
         use_cache: read what `vllm-commext tune allreduce` measured here.
-        by_itself: nobody has asked for it: only kernels of ours take part, and only where a table
-            that holds for this machine has them first.
+        by_itself: `auto`: only kernels of ours take part, and only where a table that holds for
+            this machine has them first.
         facts: what all ranks have agreed about.
     """
 
@@ -207,12 +199,12 @@ class Requirements:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the largest message of rows that the engine can have; 0 where nobody knows."""
+        """Bytes of the engine's largest message; 0 where unknown."""
         return self.facts.max_tokens * self.facts.hidden * ITEM_BYTES[self.facts.dtype]
 
 
 def why_none(required: Requirements) -> str:
-    """Say why a group gets no dispatcher; empty where it gets one."""
+    """Reason why a group gets no dispatcher; empty where it gets one."""
     facts = required.facts
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"
@@ -290,7 +282,6 @@ def _none(reason: str, collective: Collective) -> None:
 
 
 def lines(dispatcher: Dispatcher, required: Requirements) -> list[str]:
-    """Lines for the log: the backends, and which of them serves which sizes."""
     made = ", ".join(dispatcher.backends)
     if required.only is not None:
         why = "forced" if required.forced else "all that VLLM_BATCH_INVARIANT allows"

@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends.backend import Backend, Ready
-from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message, message_of
+from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message, message_of
 from vllm_commext.allreduce.table.table import Table
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Dispatcher:
         self._past: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def use_table(self, table: Table) -> None:
-        """Choose by another table from now on; on all ranks at the same point."""
+        """Switch tables; on all ranks at the same point."""
         self._forget_plans()
         self.table = table
         self._policy = Policy(

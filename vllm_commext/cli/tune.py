@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.limits import ITEM_BYTES
 from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import have_access
 from vllm_commext.allreduce.table.measure import SIZES

@@ -138,7 +138,7 @@ def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
 def _use_in_passes(policy: "FusedPolicy", facts: "Facts") -> None:
     from vllm.config import get_current_vllm_config_or_none
 
-    from vllm_commext.allreduce.message import ITEM_BYTES
+    from vllm_commext.allreduce.limits import ITEM_BYTES
     from vllm_commext.compat import fused_pass
 
     fused_pass.install()
@@ -210,7 +210,7 @@ def _self_test(communicator: Any, made: "Dispatcher") -> None:
     import torch
     from torch import distributed
 
-    from vllm_commext.allreduce.message import Message
+    from vllm_commext.allreduce.limits import Message
 
     facts = group_facts.agreed(communicator.cpu_group, communicator.device)
     wrong: list[str] = []

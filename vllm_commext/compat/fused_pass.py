@@ -21,7 +21,7 @@ import vllm_commext
 from vllm_commext.allreduce.fused import graph as fused_graph
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.layout import FusedShape
-from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.limits import ITEM_BYTES
 from vllm_commext.compat import evidence, hooks
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 from vllm_commext.errors import UnsupportedError

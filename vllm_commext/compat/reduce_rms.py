@@ -54,18 +54,15 @@ def _make(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace":
     from vllm import envs
 
     from vllm_commext.reduce_rms import workspace
+    from vllm_commext.reduce_rms.kernel import slot_bytes
 
     if not torch.cuda.is_available():
         return workspace.GroupWorkspace(group)
-    words = workspace.get_allreduce_workspace(
-        rank,
-        world_size,
-        max_tokens=TOKENS_PER_LAUNCH,
-        process_group=group,
+    made = workspace.LamportWorkspace(
+        *(rank, world_size, slot_bytes(TOKENS_PER_LAUNCH, world_size), group),
         timeout_seconds=float(read_settings()["reduce_rms_timeout"]),
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
-    made = workspace.find_tensor(words)
     workspace.end_process_on_failure(made)
     return made
 

@@ -12,16 +12,13 @@ ANY_HOST = ""
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank knows of its host, its engine and its settings.
+    """One rank's host, engine and settings.
 
     Attributes:
-        host: the running kernel's identity.
-        gpu: the GPU's name, as the driver gives it; empty where there is none.
-        dtype: of the model, as in ``torch.bfloat16`` without the prefix.
-        hidden: elements of a row of the model.
-        max_tokens: rows of the largest step, 0 where nobody knows.
-        eager: no CUDA graph spares the host what a call costs it.
-        invariant: a row is to have the same bits whatever else is in the batch.
+        gpu: the driver's name of it; empty where there is none.
+        hidden: elements of a row of the model, whose dtype is `dtype`.
+        max_tokens: rows of the largest step; 0 where unknown.
+        invariant: a row has the same bits whatever else is in the batch.
         microbatches: a batch runs in parts on several streams.
         multicast: vLLM's own collectives may use NVLink multicast here.
         settings: the toggles that matter, as ``NAME=value``.
@@ -48,10 +45,7 @@ def _differences(everybody: Sequence[Facts]) -> str:
 
 
 def agree_about(read: Callable[[], Facts], collective: Collective) -> Facts:
-    """Return what all ranks state; collective.
-
-    Args:
-        read: makes this rank's record; where it fails on one rank, all ranks hear of it.
+    """Return the record that all ranks read alike; collective.
 
     Raises:
         UnsupportedError: the ranks are on several hosts, or differ in something; all raise it.

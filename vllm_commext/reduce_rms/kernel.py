@@ -1,14 +1,31 @@
-"""The kernel's forms: how one is chosen for a call, compiled and loaded."""
+"""The kernel's forms: how one is chosen for a call, compiled and loaded; and the workspace that it
+reads.
+
+With N ranks, the shared allocation of a rank is three slots of `comm_size` bytes. In a slot, token
+t has N words of 8 bytes, one from each rank, at word t * N + source rank: the sum of squares of its
+local Q as float32 in the low half, that of its local K in the high half. An empty word is twice
+-0.0.
+
+The workspace's own words, an int64 tensor on the device:
+
+    0 .. N-1   address of each rank's shared allocation, as this process has it mapped
+    N          address of the state words, a uint32 a token: 2 * slot, + 1 while a call runs
+    N + 1      address of the failure record in device memory, a uint64
+    N + 2      address of the failure record in host memory, a uint64
+    N + 3      bytes of a slot
+    N + 4      this rank
+"""
 
 import ctypes
 import threading
 from dataclasses import dataclass
+from enum import IntEnum
 
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu import launch
+from vllm_commext.gpu.ipc import round_up
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Device, arguments_type
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.reduce_rms.layout import WORLD_SIZES
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 PACK_BYTES = 16
@@ -17,6 +34,11 @@ SIZE_MULTIPLE = 8
 BALANCED_PACKS = 1800  # a multiprocessor; beyond them more rows must be in flight, seen on H200s
 LOADS, STORES = 1, 2  # bits of `Tiling.streaming`
 PROGRAM = Program("reduce_rms")
+NUM_SLOTS = 3
+WORD_BYTES = 8
+SENTINEL_BITS = 0x80000000  # -0.0 as float32
+WORLD_SIZES = range(2, 9)
+EXTRA_WORDS = 5
 
 
 @dataclass(frozen=True)
@@ -196,3 +218,52 @@ class Kernels:
                 check_shape(shape)
                 forms = {tiling: load(shape, tiling, device) for tiling in tilings(shape)}
                 self._loaded[key] = forms
+
+
+def slot_bytes(max_tokens: int, world_size: int) -> int:
+    """Size of one slot for `max_tokens` tokens, rounded up to 2 MiB; ConfigError where a count is
+    not positive."""
+    if max_tokens < 1 or world_size < 1:
+        raise ConfigError(
+            f"expected positive max_tokens and world_size, got {max_tokens} and {world_size}"
+        )
+    return round_up(max_tokens * world_size * WORD_BYTES)
+
+
+def slot_capacity(comm_size: int, world_size: int) -> int:
+    """Tokens that a slot of `comm_size` bytes holds, that is, tokens of one launch."""
+    return comm_size // (world_size * WORD_BYTES)
+
+
+def num_words(world_size: int) -> int:
+    return world_size + EXTRA_WORDS
+
+
+class FailureKind(IntEnum):
+    """MISSING_PEER: its sums did not come in time. CONCURRENT_USE: two calls at the same time."""
+
+    MISSING_PEER = 1
+    CONCURRENT_USE = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a workspace.
+
+    Attributes:
+        kind: what happened.
+        rank: the rank that was waited for, or this rank where two calls met.
+        token: row of the call in which it happened, counted within its piece.
+    """
+
+    kind: FailureKind
+    rank: int
+    token: int
+
+
+def decode_failure(record: int) -> Failure | None:
+    """Decode a record of 64 bits: kind, rank and token from high to low; None for 0."""
+    if record == 0:
+        return None
+    rank, token = (record >> 32) & 0xFFFFFF, record & 0xFFFFFFFF
+    return Failure(FailureKind(record >> 56), rank, token)

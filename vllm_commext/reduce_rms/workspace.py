@@ -18,11 +18,19 @@ from torch import distributed
 
 from vllm_commext.collective import Collective
 from vllm_commext.errors import CommextError, CommextTimeoutError, ConfigError, ProtocolError
-from vllm_commext.gpu import peer_check
-from vllm_commext.gpu.ipc import IpcBuffer, allocate, free, round_up, write
+from vllm_commext.gpu.ipc import (
+    EMPTY,
+    EXCHANGED_BYTES,
+    IpcBuffer,
+    allocate,
+    check_delivery,
+    free,
+    round_up,
+    write,
+)
 from vllm_commext.gpu.launch import current_device
-from vllm_commext.reduce_rms import layout
-from vllm_commext.reduce_rms.layout import Failure, FailureKind, compute_comm_size_for_minimax
+from vllm_commext.reduce_rms import kernel
+from vllm_commext.reduce_rms.kernel import Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +63,7 @@ class Workspace(ABC):
 
     @property
     def workspace(self) -> torch.Tensor:
-        """Int64 tensor on the device, with the words of `layout` where a kernel takes it."""
+        """Int64 tensor on the device, with the words of `kernel` where a kernel takes it."""
         return self._words
 
     def forget(self) -> None:
@@ -119,7 +127,7 @@ class GroupWorkspace(Workspace):
 
 
 class LamportWorkspace(Workspace):
-    """Peer-mapped slots and the words that the kernel needs beside them; see `layout`.
+    """Peer-mapped slots and the words that the kernel needs beside them; see `kernel`.
 
     Made by all ranks of the group together, on the current GPU; it is there on all or on none.
     One workspace serves one stream at a time: calls that run at the same time are found out and
@@ -153,7 +161,7 @@ class LamportWorkspace(Workspace):
         max_tokens_per_launch: int = 0,
         batch_invariant: bool = False,
     ) -> None:
-        if world_size not in layout.WORLD_SIZES or not 0 <= rank < world_size:
+        if world_size not in kernel.WORLD_SIZES or not 0 <= rank < world_size:
             raise ConfigError(f"expected 2 to 8 ranks, got rank {rank} of {world_size}")
         if comm_size <= 0 or timeout_seconds <= 0:
             raise ConfigError(
@@ -162,7 +170,7 @@ class LamportWorkspace(Workspace):
             )
         self.comm_size = round_up(comm_size)
         self.timeout_ns = int(timeout_seconds * 1e9)
-        capacity = layout.slot_capacity(self.comm_size, world_size)
+        capacity = kernel.slot_capacity(self.comm_size, world_size)
         self.max_tokens_per_launch = min(max_tokens_per_launch or capacity, capacity)
         self._collective, self.batch_invariant = Collective.over(process_group), batch_invariant
         self.ready: set[Hashable] = set()
@@ -170,7 +178,7 @@ class LamportWorkspace(Workspace):
         self._agree(world_size)
         _check_peers(self._collective)
         self._buffer: IpcBuffer | None = IpcBuffer(
-            self._collective, layout.NUM_SLOTS * self.comm_size, fill=layout.SENTINEL_BITS
+            self._collective, kernel.NUM_SLOTS * self.comm_size, fill=kernel.SENTINEL_BITS
         )
         try:
             self._collective.agree(lambda: self._allocate(self._buffer, rank, capacity))
@@ -187,7 +195,7 @@ class LamportWorkspace(Workspace):
         self.device = current_device()
         self._report = _pinned_word()
         self._reported = ctypes.c_uint64.from_address(self._report.data_ptr())
-        num_words = layout.num_words(buffer.world_size)
+        num_words = kernel.num_words(buffer.world_size)
         self._private = allocate((num_words + 1) * 8 + round_up(capacity * 4, 8))
         self._failure_ptr = self._private + num_words * 8
         self.states_ptr = self._failure_ptr + 8
@@ -211,7 +219,7 @@ class LamportWorkspace(Workspace):
 
     @property
     def words_ptr(self) -> int:
-        """Address of the words of `layout`; torch, and vLLM when it sleeps, know nothing of it."""
+        """Address of the words of `kernel`; torch, and vLLM when it sleeps, know nothing of it."""
         return self._private
 
     def prepare(self, kinds: Iterable[Hashable], step: Callable[[], object]) -> None:
@@ -223,23 +231,14 @@ class LamportWorkspace(Workspace):
         self._collective.agree(step)
         self.ready.update(kinds)
 
-    @staticmethod
-    def compute_comm_size_for_minimax(
-        max_tokens: int, world_size: int, fused_qk: bool = True
-    ) -> int:
-        """See `layout.compute_comm_size_for_minimax`."""
-        return compute_comm_size_for_minimax(max_tokens, world_size, fused_qk)
-
     @property
     def failure(self) -> Failure | None:
         """The first failure that a kernel has reported since the workspace was made."""
-        return layout.decode_failure(self._reported.value)
+        return kernel.decode_failure(self._reported.value)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the first failure that a kernel has reported.
-
-        A failed workspace stays failed: its rows come out as NaN, for ranks no longer agree about
-        their slots. Make a new one on all ranks.
+        """Raise the first failure that a kernel has reported. A failed workspace stays failed:
+        ranks no longer agree about their slots.
 
         Raises:
             CommextTimeoutError: a peer's sums did not come in time.
@@ -261,11 +260,8 @@ class LamportWorkspace(Workspace):
         )
 
     def cleanup(self) -> None:
-        """Wait for this GPU's kernels, whose waits are bounded, then give all memory back.
-
-        Memory is freed when the peers have unmapped it, for which a gloo group is waited for
-        `CLEANUP_SECONDS` at most. To be called on all ranks.
-        """
+        """Wait for this GPU's kernels, then free all memory when the peers have unmapped it, or
+        after `CLEANUP_SECONDS`; on all ranks."""
         self._cleanup(CLEANUP_SECONDS)
 
     def _cleanup(self, seconds: float) -> None:
@@ -293,9 +289,9 @@ class LamportWorkspace(Workspace):
 
 def _check_peers(collective: Collective) -> None:
     """Check peers in memory of its own, whose sentinel is another than the slots'; collective."""
-    greetings = IpcBuffer(collective, peer_check.EXCHANGED_BYTES, fill=peer_check.EMPTY)
+    greetings = IpcBuffer(collective, EXCHANGED_BYTES, fill=EMPTY)
     try:
-        peer_check.check_delivery(greetings.serialize(), collective)
+        check_delivery(greetings.serialize(), collective)
     finally:
         greetings.cleanup(CLEANUP_SECONDS)
 
@@ -303,72 +299,6 @@ def _check_peers(collective: Collective) -> None:
 def _pinned_word() -> torch.Tensor:
     """Host memory that a kernel can write to; vLLM makes its models with a GPU as the default."""
     return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
-
-
-_Key = tuple[int, int, int, int, str, int]
-_cache: "dict[_Key, tuple[weakref.ref[ProcessGroup], LamportWorkspace]]" = {}
-_cache_lock = threading.Lock()
-
-
-def get_allreduce_workspace(
-    rank: int,
-    world_size: int,
-    comm_size: int | None = None,
-    max_tokens: int = 16384,
-    process_group: "ProcessGroup | None" = None,
-    *,
-    name: str = "",
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """The workspace tensor of a group, made at the first call and kept.
-
-    Args:
-        rank: this process's rank in the group.
-        world_size: ranks of the group.
-        comm_size: bytes of a slot; None for what `max_tokens` tokens take.
-        max_tokens: tokens of one launch; more go in pieces.
-        process_group: None for the default group.
-        name: another name gives another workspace, as calls on another stream need.
-        timeout_seconds: how long a token waits for a peer's sums; of the first call only.
-        batch_invariant: as `LamportWorkspace` has it; of the first call only.
-
-    Raises:
-        CommextError: as `LamportWorkspace`.
-    """
-    if comm_size is None:
-        comm_size = compute_comm_size_for_minimax(max_tokens, world_size)
-    group = process_group if process_group is not None else distributed.group.WORLD
-    if group is None:
-        raise ConfigError("expected a process group, got none: torch.distributed has no default")
-    key = (rank, world_size, comm_size, torch.cuda.current_device(), name, id(group))
-    with _cache_lock:
-        _drop_stale()
-        known, kept = _cache.get(key, (None, None))
-        if kept is not None and known is not None and known() is group:
-            return kept.workspace
-        made = LamportWorkspace(
-            *(rank, world_size, comm_size, group),
-            timeout_seconds=timeout_seconds,
-            batch_invariant=batch_invariant,
-        )
-        _cache[key] = (weakref.ref(group), made)
-        return made.workspace
-
-
-def _drop_stale() -> None:
-    """Let go of what belongs to groups that are gone; an address of theirs may be another's now."""
-    for key in [key for key, (group, _) in _cache.items() if group() is None]:
-        del _cache[key]
-
-
-def cleanup_all() -> None:
-    """Clean up every workspace that `get_allreduce_workspace` keeps; on all ranks alike."""
-    with _cache_lock:
-        for _, kept in _cache.values():
-            with contextlib.suppress(CommextError, RuntimeError):
-                kept.cleanup()
-        _cache.clear()
 
 
 def _watch(watched: "weakref.ref[LamportWorkspace]") -> None:

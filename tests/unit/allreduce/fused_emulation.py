@@ -22,9 +22,9 @@ from vllm_commext.allreduce.fused.layout import (
     Form,
     FusedShape,
 )
+from vllm_commext.gpu.ipc import EMPTY
 from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.gpu.peer_check import EMPTY
 
 EPS = 1e-5
 WARP = 32

@@ -29,7 +29,7 @@ from vllm_commext.allreduce.creation import (
     start_dispatcher,
 )
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table

@@ -8,7 +8,7 @@ import torch
 from vllm_commext.allreduce import dispatcher as dispatchers
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.message import PACK_BYTES, Message
+from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.allreduce.table.table import Row, Table
 
 SMALL, LARGE = names.PUSH, names.NCCL

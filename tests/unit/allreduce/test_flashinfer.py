@@ -16,7 +16,7 @@ from vllm_commext.allreduce.backends.flashinfer import (
     Workspaces,
     check_flashinfer,
 )
-from vllm_commext.allreduce.message import Message
+from vllm_commext.allreduce.limits import Message
 from vllm_commext.errors import UnsupportedError
 
 GROUP: Any = SimpleNamespace(group_name="tp")

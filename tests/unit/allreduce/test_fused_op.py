@@ -29,8 +29,8 @@ from vllm_commext.allreduce.fused.layout import (
 from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.gpu.ipc import EMPTY
 from vllm_commext.gpu.launch import Device
-from vllm_commext.gpu.peer_check import EMPTY
 
 EPS, HIDDEN = 1e-5, 256
 OP = torch.ops.vllm_commext.all_reduce_add_rms_norm

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.message import ITEM_BYTES, Message
+from vllm_commext.allreduce import limits
+from vllm_commext.allreduce.limits import ITEM_BYTES, Message
 
 bounded = settings(max_examples=60)
 MIB = 1 << 20

@@ -11,10 +11,10 @@ from tests.kit.host_kernels import COMPILER, compile_kernel, run_calls
 from tests.kit.threads import together
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import peer_check
+from vllm_commext.gpu import ipc
+from vllm_commext.gpu.ipc import EMPTY, PEER_CHECK, PEER_CHECK_ARGUMENTS, silent_peers
 from vllm_commext.gpu.launch import Device, arguments_type
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.gpu.peer_check import ARGUMENTS, EMPTY, silent_peers
 
 WORDS = 8 * 4  # of each memory: a pack from each rank
 PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000
@@ -29,9 +29,9 @@ class Machine:
         self.memories = [np.full(WORDS, EMPTY, np.uint32) for _ in range(world_size)]
         self.nowhere = np.full(WORDS, EMPTY, np.uint32)
         self.answers = [np.zeros(1, np.uint32) for _ in range(world_size)]
-        self.kernel = compile_kernel(Program(peer_check.NAME), {"WORLD_SIZE": world_size})
+        self.kernel = compile_kernel(Program(PEER_CHECK), {"WORLD_SIZE": world_size})
         assert self.kernel.args_bytes() == ctypes.sizeof(
-            arguments_type(ARGUMENTS, WORLD_SIZE=world_size)
+            arguments_type(PEER_CHECK_ARGUMENTS, WORLD_SIZE=world_size)
         )
 
     def addresses(self, rank: int) -> list[int]:
@@ -47,7 +47,7 @@ class Machine:
         """Each rank's answer."""
 
         def body(rank: int) -> None:
-            made = arguments_type(ARGUMENTS, WORLD_SIZE=self.world_size)()
+            made = arguments_type(PEER_CHECK_ARGUMENTS, WORLD_SIZE=self.world_size)()
             made.answer, made.timeout_ns = self.answers[rank].ctypes.data, timeout_ns
             made.memory[:] = self.addresses(rank)
             self.launch(made, rank)
@@ -99,24 +99,24 @@ def test_the_check_from_end_to_end(
         answers[made.ctypes.data] = made
         return made.ctypes.data
 
-    monkeypatch.setattr(peer_check.ipc, "allocate", allocate)
-    monkeypatch.setattr(peer_check.ipc, "free", answers.pop)
-    monkeypatch.setattr(peer_check.ipc, "read", lambda address, _: answers[address].tobytes())
-    monkeypatch.setattr(peer_check.launch, "current_device", lambda: Device(0, 90, 2))
-    monkeypatch.setattr(peer_check, "TIMEOUT_SECONDS", 60.0 if not lost else 0.2)
+    monkeypatch.setattr(ipc, "allocate", allocate)
+    monkeypatch.setattr(ipc, "free", answers.pop)
+    monkeypatch.setattr(ipc, "read", lambda address, _: answers[address].tobytes())
+    monkeypatch.setattr(ipc.launch, "current_device", lambda: Device(0, 90, 2))
+    monkeypatch.setattr(ipc, "TIMEOUT_SECONDS", 60.0 if not lost else 0.2)
 
     def load(program: Program, macros: dict[str, int], *_: Any, **__: Any) -> Any:
-        assert program.name == peer_check.NAME
+        assert program.name == PEER_CHECK
         rank = macros["RANK"]
         return SimpleNamespace(launch=lambda made, blocks, _: machine.launch(made, rank))
 
-    monkeypatch.setattr(peer_check.launch, "load", load)
+    monkeypatch.setattr(ipc.launch, "load", load)
     said: dict[int, str] = {}
 
     def body(rank: int) -> None:
         try:
             alone = Collective(rank, 2, lambda mine: [mine])
-            peer_check.check_delivery(machine.addresses(rank), alone)
+            ipc.check_delivery(machine.addresses(rank), alone)
         except UnsupportedError as error:
             said[rank] = str(error)
 
@@ -131,7 +131,7 @@ def test_the_check_from_end_to_end(
 @pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_it_compiles_for_every_architecture(architecture: int) -> None:
-    program = Program(peer_check.NAME)
+    program = Program(PEER_CHECK)
     cubin = program.compile_cubin({"WORLD_SIZE": 8, "RANK": 3}, architecture)
     assert cubin.startswith(b"\x7fELF")
     assert b"multimem" not in cubin

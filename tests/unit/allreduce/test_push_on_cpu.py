@@ -8,8 +8,8 @@ import torch
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce import push_emulation
 from tests.unit.allreduce.push_emulation import Ranks, in_order_of_ranks, random_calls
-from vllm_commext.allreduce.message import PACK_BYTES
-from vllm_commext.gpu.peer_check import EMPTY
+from vllm_commext.allreduce.limits import PACK_BYTES
+from vllm_commext.gpu.ipc import EMPTY
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
-from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of_bytes
+from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of_bytes
 from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table import machine as machines
 from vllm_commext.allreduce.table import table as tables

@@ -9,7 +9,7 @@ import pytest
 from vllm_commext.allreduce.backends import push
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import launch, peer_check
+from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
 
@@ -19,7 +19,7 @@ from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
     [
         (push.ARGUMENTS, 8 * 5 + 8 * 4),
         (fused.ARGUMENTS, 8 * 7 + 16 + 8 * 5 + 8 * 4),
-        (peer_check.ARGUMENTS, 8 * 2 + 8 * 4),
+        (ipc.PEER_CHECK_ARGUMENTS, 8 * 2 + 8 * 4),
     ],
 )
 def test_a_structure_has_the_bytes_of_its_source(source: str, num_bytes: int) -> None:
@@ -27,7 +27,7 @@ def test_a_structure_has_the_bytes_of_its_source(source: str, num_bytes: int) ->
 
 
 def test_members_keep_their_order_and_types() -> None:
-    kind = arguments_type(peer_check.ARGUMENTS, WORLD_SIZE=3)
+    kind = arguments_type(ipc.PEER_CHECK_ARGUMENTS, WORLD_SIZE=3)
     assert [name for name, *_ in kind._fields_] == ["answer", "timeout_ns", "memory"]
     assert len(kind().memory) == 3
     assert dict(arguments_type("reduce_rms.cu")._fields_)["eps"] is ctypes.c_float

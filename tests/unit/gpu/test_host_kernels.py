@@ -11,8 +11,8 @@ import pytest
 from tests.kit.forked import FOLDER
 from tests.kit.host_kernels import compile_kernel
 from tests.kit.threads import together
+from vllm_commext.gpu.ipc import PEER_CHECK
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.gpu.peer_check import NAME
 
 THREADS = 8
 SECONDS = 0.05  # that each file takes, so that all threads come while it is made
@@ -35,6 +35,6 @@ def test_threads_that_compile_at_the_same_time_make_each_file_once(
     monkeypatch.setattr(Path, "write_text", make)
     monkeypatch.setattr(subprocess, "run", compiler)
     monkeypatch.setattr(ctypes, "CDLL", str)
-    found = together(lambda _: compile_kernel(Program(NAME), {}), THREADS)
+    found = together(lambda _: compile_kernel(Program(PEER_CHECK), {}), THREADS)
     assert len(set(found)) == 1
     assert len(made) == len(["the headers", "the same compiled", "the runtime", "the kernel"])

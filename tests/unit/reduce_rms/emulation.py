@@ -8,12 +8,11 @@ import torch
 
 from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
-from vllm_commext.reduce_rms import kernel, layout
-from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling, make_arguments
-from vllm_commext.reduce_rms.layout import Failure
+from vllm_commext.reduce_rms import kernel
+from vllm_commext.reduce_rms.kernel import PROGRAM, Failure, Shape, Tiling, make_arguments
 
 EPS = 1e-6
-EMPTY = layout.SENTINEL_BITS << 32 | layout.SENTINEL_BITS
+EMPTY = kernel.SENTINEL_BITS << 32 | kernel.SENTINEL_BITS
 
 
 @functools.cache
@@ -33,11 +32,11 @@ class Ranks:
     def __init__(self, world_size: int, max_tokens: int, timeout_seconds: float = 30.0) -> None:
         self.world_size, self.timeout_ns = world_size, int(timeout_seconds * 1e9)
         words = max_tokens * world_size
-        self.slots = [np.full(layout.NUM_SLOTS * words, EMPTY, np.uint64) for _ in self.ranks]
+        self.slots = [np.full(kernel.NUM_SLOTS * words, EMPTY, np.uint64) for _ in self.ranks]
         self.states = [np.zeros(max_tokens, np.uint32) for _ in self.ranks]
         self.failures = [np.zeros(2, np.uint64) for _ in self.ranks]
         addresses = [slots.ctypes.data for slots in self.slots]
-        slot_bytes = words * layout.WORD_BYTES
+        slot_bytes = words * kernel.WORD_BYTES
         self.words = [
             np.array(
                 [*addresses, self.states[r].ctypes.data]
@@ -53,11 +52,11 @@ class Ranks:
 
     def failure(self, rank: int) -> Failure | None:
         """What the host would read on that rank."""
-        return layout.decode_failure(int(self.failures[rank][1]))
+        return kernel.decode_failure(int(self.failures[rank][1]))
 
     def slot_words_in_use(self, rank: int) -> np.ndarray:
         """Per slot, how many words are not empty."""
-        return (self.slots[rank].reshape(layout.NUM_SLOTS, -1) != EMPTY).sum(axis=1)
+        return (self.slots[rank].reshape(kernel.NUM_SLOTS, -1) != EMPTY).sum(axis=1)
 
 
 class Call:

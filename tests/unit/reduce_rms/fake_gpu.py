@@ -101,7 +101,7 @@ class Runtime:
         return (OK,)
 
     def check_delivery(self, addresses: Any, collective: Collective) -> None:
-        """In place of `peer_check.check_delivery`."""
+        """In place of `ipc.check_delivery`."""
         assert len(addresses) == collective.world_size
 
         def look() -> None:
@@ -177,7 +177,7 @@ def fake_gpus(world_size: int) -> Iterator[tuple[Runtime, Group, HostKernels]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipc, "cuda_runtime", lambda: runtime)
         patch.setattr(workspace.Collective, "over", group.over)
-        patch.setattr(workspace.peer_check, "check_delivery", runtime.check_delivery)
+        patch.setattr(workspace, "check_delivery", runtime.check_delivery)
         patch.setattr(workspace, "DEVICE", "cpu")
         patch.setattr(workspace, "_pinned_word", lambda: torch.zeros(1, dtype=torch.int64))
         patch.setattr(workspace, "current_device", lambda: GPU)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.kit.examples import examples
 from tests.kit.host_kernels import COMPILER
 from tests.unit.reduce_rms.emulation import Call, Ranks, exact, run
-from vllm_commext.reduce_rms.kernel import Shape, Tiling
-from vllm_commext.reduce_rms.layout import FailureKind
+from vllm_commext.reduce_rms.kernel import FailureKind, Shape, Tiling
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),

@@ -6,31 +6,30 @@ from hypothesis import strategies as st
 
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.launch import ELEMENT_CODES
-from vllm_commext.reduce_rms import kernel, layout
-from vllm_commext.reduce_rms.kernel import Shape
-from vllm_commext.reduce_rms.layout import Failure, FailureKind
+from vllm_commext.reduce_rms import kernel
+from vllm_commext.reduce_rms.kernel import Failure, FailureKind, Shape
 
 MIB = 1 << 20
 
 
-@given(st.integers(1, 1 << 20), st.integers(2, 8), st.booleans())
-def test_a_slot_holds_what_it_was_sized_for(max_tokens: int, world: int, fused: bool) -> None:
-    size = layout.compute_comm_size_for_minimax(max_tokens, world, fused)
+@given(st.integers(1, 1 << 20), st.integers(2, 8))
+def test_a_slot_holds_what_it_was_sized_for(max_tokens: int, world: int) -> None:
+    size = kernel.slot_bytes(max_tokens, world)
     assert size % (2 * MIB) == 0
-    assert layout.slot_capacity(size, world) >= max_tokens
-    assert layout.slot_capacity(size - 2 * MIB, world) < max_tokens
+    assert kernel.slot_capacity(size, world) >= max_tokens
+    assert kernel.slot_capacity(size - 2 * MIB, world) < max_tokens
 
 
 @pytest.mark.parametrize(("tokens", "world"), [(0, 2), (5, 0), (-1, 2)])
 def test_a_slot_for_nothing_is_an_error(tokens: int, world: int) -> None:
     with pytest.raises(ConfigError, match="positive"):
-        layout.compute_comm_size_for_minimax(tokens, world)
+        kernel.slot_bytes(tokens, world)
 
 
 def test_a_record_of_a_failure() -> None:
-    assert layout.decode_failure(0) is None
+    assert kernel.decode_failure(0) is None
     record = (2 << 56) | (5 << 32) | 123456
-    assert layout.decode_failure(record) == Failure(FailureKind.CONCURRENT_USE, 5, 123456)
+    assert kernel.decode_failure(record) == Failure(FailureKind.CONCURRENT_USE, 5, 123456)
 
 
 shapes = st.builds(

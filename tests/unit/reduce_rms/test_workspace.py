@@ -12,7 +12,7 @@ from tests.unit.reduce_rms.emulation import EPS, exact
 from tests.unit.reduce_rms.fake_gpu import Group, HostKernels, Runtime, fake_gpus
 from vllm_commext.errors import CommextTimeoutError, ConfigError, ProtocolError, UnsupportedError
 from vllm_commext.gpu.launch import Device
-from vllm_commext.reduce_rms import layout
+from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.workspace import LamportWorkspace, find, find_tensor
 
 RANKS = 2
@@ -35,7 +35,7 @@ def make(rank: int, **options: Any) -> LamportWorkspace:
 
 def words_of(workspace: LamportWorkspace) -> list[int]:
     """What the kernel reads."""
-    count = layout.num_words(RANKS)
+    count = kernel.num_words(RANKS)
     return list((ctypes.c_uint64 * count).from_address(workspace.words_ptr))
 
 
@@ -46,9 +46,9 @@ def test_all_ranks_see_each_others_slots_filled_with_the_sentinel(fakes: Fakes) 
     assert words[0][:RANKS] == words[1][:RANKS]
     for rank, address in enumerate(words[0][:RANKS]):
         block = bytes(runtime.memory[address])
-        assert block == layout.SENTINEL_BITS.to_bytes(4, "little") * (3 * SIZE // 4)
+        assert block == kernel.SENTINEL_BITS.to_bytes(4, "little") * (3 * SIZE // 4)
         assert words[rank][RANKS + 3 :] == [SIZE, rank]
-        assert len(words[rank]) == layout.num_words(RANKS)
+        assert len(words[rank]) == kernel.num_words(RANKS)
     assert sorted(runtime.opened) == sorted(words[0][:RANKS])
 
 

@@ -4,9 +4,8 @@ the two that need nothing of their own."""
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
+from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ class Backend(Protocol):
     name: str
 
     def takes(self, message: Message) -> bool:
-        """Return whether it can sum it; from the message alone, so that all ranks say the same."""
+        """Decide from the message alone, so that all ranks say the same."""
         ...
 
     def prepare(self, message: Message) -> None:
@@ -35,7 +34,7 @@ class Backend(Protocol):
         ...
 
     def is_ready(self, message: Message) -> bool:
-        """Return whether all is there that this message needs; the same on all ranks."""
+        """The same on all ranks."""
         ...
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
@@ -51,16 +50,13 @@ class Backend(Protocol):
 class Ready:
     """Base of backends that need no preparation and hold nothing."""
 
-    def prepare(self, message: Message) -> None:
-        """Create nothing."""
+    def prepare(self, message: Message) -> None: ...
 
     def is_ready(self, message: Message) -> bool:
-        """Return True."""
         del message
         return True
 
-    def destroy(self) -> None:
-        """Free nothing."""
+    def destroy(self) -> None: ...
 
 
 class OwnKernels(Ready, ABC):
@@ -80,7 +76,7 @@ class OwnKernels(Ready, ABC):
 
     @abstractmethod
     def _launch(self, dtype: str, num_packs: int) -> "tuple[Function, int]":
-        """The kernel for so many packs, and blocks of its launch."""
+        """Kernel and blocks for one launch."""
 
     def takes(self, message: Message) -> bool:
         return limits.push(message, self._world_size)

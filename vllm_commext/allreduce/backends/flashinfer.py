@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from vllm_commext.allreduce import multicast, names
-from vllm_commext.allreduce.backends import limits
-from vllm_commext.allreduce.message import ITEM_BYTES, Message, message_of
+from vllm_commext.allreduce import limits, multicast, names
+from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 
@@ -39,14 +38,8 @@ TRTLLM, MNNVL = "trtllm", "mnnvl"
 
 @dataclass(frozen=True)
 class WorkspaceKey:
-    """Name of a workspace among those of a process.
-
-    Attributes:
-        group_name: of the process group.
-        wide: float32, whose sentinel has 32 bits; else both 16-bit types.
-        hidden: elements of a row.
-        backend: ``trtllm`` or ``mnnvl``.
-    """
+    """Name of a workspace within a process. `wide` is float32, whose sentinel has 32 bits, else
+    both 16-bit types; `backend` is ``trtllm`` or ``mnnvl``."""
 
     group_name: str
     wide: bool
@@ -63,11 +56,8 @@ class Workspace:
 
 
 def check_flashinfer() -> Any:
-    """Import FlashInfer's collectives, and compile and load its kernels.
-
-    Raises:
-        UnsupportedError: it is missing, too old, or its kernels cannot be had.
-    """
+    """Import FlashInfer's collectives, compile and load its kernels; UnsupportedError where that
+    fails."""
     try:
         version = Version(importlib.import_module("flashinfer").__version__)
         comm = importlib.import_module("flashinfer.comm")
@@ -84,7 +74,6 @@ def check_flashinfer() -> Any:
 
 
 def is_compiled() -> bool:
-    """Return whether FlashInfer is here and its kernels were compiled before."""
     try:
         module = importlib.import_module("flashinfer.jit.comm").gen_trtllm_comm_module()
         return bool(module.is_compiled)
@@ -94,7 +83,7 @@ def is_compiled() -> bool:
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Give unpredictable random numbers inside, and outside those that were due anyway."""
+    """Unpredictable random numbers inside; the sequence outside goes on as if nothing was drawn."""
     state = random.getstate()
     random.seed(int.from_bytes(os.urandom(16), "big"))
     try:
@@ -104,11 +93,7 @@ def own_random_state() -> Iterator[None]:
 
 
 class Workspaces:
-    """All workspaces of a process.
-
-    Args:
-        budget_bytes: of GPU memory, for all of them together.
-    """
+    """All workspaces of a process, within `budget_bytes` of GPU memory."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
         self.budget_bytes = budget_bytes
@@ -116,11 +101,9 @@ class Workspaces:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the GPU's memory that they take now."""
         return sum(made.size.device_bytes for made in self._made.values() if made)
 
     def find(self, key: WorkspaceKey) -> Workspace | None:
-        """Return the workspace, or None where it failed or was never asked for."""
         return self._made.get(key)
 
     def get_or_create(
@@ -255,7 +238,6 @@ class FlashInferBackend:
         return WorkspaceKey(self._group.group_name, wide, message.shape[-1], kind)
 
     def takes(self, message: Message) -> bool:
-        """Whether it has two dimensions, rows of whole 16-byte packs, and fits the workspace."""
         return self._takes(message, self._one_shot is not False)
 
     def _takes(self, message: Message, one_shot: bool) -> bool:
@@ -269,8 +251,7 @@ class FlashInferBackend:
         return made is None or self._one_shot is not None or self._fits_mnnvl(made, message)
 
     def _fits_mnnvl(self, made: Workspace, message: Message) -> bool:
-        """Ask the workspace, whose slots have rules of their own; ``trtllm`` would answer with a
-        warning."""
+        """Ask the workspace, whose slots have rules of their own."""
         import torch
 
         dtype = getattr(torch, message.dtype)
@@ -341,7 +322,5 @@ class FlashInferBackend:
 def make_backends(
     group: "ProcessGroup", max_message_bytes: int, *, mnnvl: bool
 ) -> list[FlashInferBackend]:
-    """Make the backends of one group; UnsupportedError where FlashInfer cannot be used on this
-    rank."""
     kernels = (None,) if mnnvl else (True, False)
     return [FlashInferBackend(group, one_shot, max_message_bytes) for one_shot in kernels]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
-from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.ipc import IpcBuffer, allocate, free
+from vllm_commext.gpu.ipc import EMPTY, IpcBuffer, allocate, check_delivery, free
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Function, arguments_type
 from vllm_commext.gpu.nvrtc import Program
-from vllm_commext.gpu.peer_check import EMPTY, check_delivery
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective
@@ -48,7 +47,6 @@ class PushLayout:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel, and of its file."""
         return ONE_SHOT if self.world_size == 2 else TWO_SHOT
 
     @property
@@ -69,7 +67,7 @@ class PushLayout:
 
     @property
     def max_packs(self) -> int:
-        """Packs of the largest message, rounded up to as many whole chunks of every rank."""
+        """Packs of the largest message, in whole chunks of every rank."""
         everybody = CHUNK_PACKS * self.world_size
         return -(-self.max_bytes // (everybody * PACK_BYTES)) * everybody
 
@@ -84,7 +82,6 @@ class PushLayout:
         return HALVES * self.half_packs * PACK_BYTES
 
     def num_blocks(self, num_packs: int, most: int) -> int:
-        """Blocks of a launch: enough for every chunk, but not more than `most`."""
         chunks = -(-num_packs // CHUNK_PACKS)
         return min(-(-chunks // self.block_chunks), most)
 
@@ -130,7 +127,6 @@ class PushMemory:
             free(self.state)
 
     def destroy(self) -> None:
-        """Unmap and free the memory; a second call changes nothing."""
         import torch
 
         buffer, self._buffer = self._buffer, None
@@ -141,13 +137,8 @@ class PushMemory:
 
 
 class PushBackend(OwnKernels):
-    """A group's kernel with its memory; collective to create.
-
-    Args:
-        num_bytes: of the largest message that one launch takes.
-
-    Attributes:
-        memory: which other kernels of ours may use too.
+    """A group's kernel with its memory, which other kernels of ours may use too; collective to
+    create. One launch takes messages of `num_bytes`.
 
     Raises:
         UnsupportedError: a peer's memory cannot be mapped or the kernel not be compiled, on any

@@ -30,7 +30,7 @@ from vllm_commext.allreduce.fused.layout import (
     STATIC_FP8,
     FusedShape,
 )
-from vllm_commext.allreduce.message import ITEM_BYTES
+from vllm_commext.allreduce.limits import ITEM_BYTES
 
 OPERANDS = 5  # of our op, before what is to become of the norm
 NEXT_WEIGHT = "next_weight"  # an argument of our op

@@ -21,7 +21,7 @@ from vllm_commext.allreduce.fused.layout import (
     Form,
     FusedShape,
 )
-from vllm_commext.allreduce.message import PACK_BYTES
+from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.launch import arguments_type

@@ -9,7 +9,7 @@ first columns of its own rows of the weights, so these are what is prefetched.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES
+from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 
 if TYPE_CHECKING:

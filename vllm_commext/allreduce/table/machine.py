@@ -106,7 +106,7 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
 
 
 def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user has told NCCL, and with it us, to do without peer access."""
+    """Return whether the user's NCCL variables refuse peer access."""
     disabled = environ.get(DISABLE, "0") not in ("", "0")
     return disabled or environ.get(LEVEL, "").upper() in NEVER
 
@@ -114,8 +114,7 @@ def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
 def have_access(device: "torch.device", environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether every pair of the GPUs that this process sees has peer access.
 
-    A process that sees one GPU knows nothing of others, and counts as having access; so does one on
-    a CPU.
+    A process that sees one GPU, or none, counts as having access.
     """
     import torch
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.message import Message, message_of_bytes
+from vllm_commext.allreduce.limits import Message, message_of_bytes
 from vllm_commext.allreduce.table.table import median_of_slowest
 from vllm_commext.collective import Collective
 
@@ -120,16 +120,8 @@ def fused_calls(
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a measurement.
-
-    Attributes:
-        sizes: of messages, in bytes.
-        dtypes: keys of `message.ITEM_BYTES`.
-        hidden: elements of a row; what FlashInfer's kernels are shaped by.
-        samples: of each backend at each size, interleaved.
-        replays: of a graph, in one sample.
-        seconds: after which no further size is begun.
-    """
+    """Options of a measurement: `sizes` in bytes, `hidden` elements a row, interleaved `samples` of
+    each backend and size, `replays` of a graph a sample; no size begins after `seconds`."""
 
     sizes: tuple[int, ...] = SIZES
     dtypes: tuple[str, ...] = ("bfloat16",)
@@ -241,7 +233,7 @@ def measure_backends(
     """Measure every backend at every size, until the time is over; the same on all ranks.
 
     Args:
-        progress: told of each dtype, size and its times as soon as they are there.
+        progress: called with each dtype, size and its times.
         norm: measure all-reduces in their place: after a matrix product, and with this norm after
             them; and with them who serves both in one launch. None for chains of all-reduces alone.
 

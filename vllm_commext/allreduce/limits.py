@@ -1,18 +1,72 @@
-"""Limits of each backend: arithmetic on a message and a world size, the same on every rank.
+"""Messages, and which of them each backend takes: arithmetic on shape, dtype and world size, the
+same on every rank.
 
 The bounds are those of the kernels behind the backends, and a little tighter where a kernel would
 stop the process instead of saying no.
 """
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce.message import ITEM_BYTES, PACK_BYTES, Message
+if TYPE_CHECKING:
+    import torch
 
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PACK_BYTES = 16  # what one thread of every backend's kernel loads at once
 FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
 CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
 PUSH_WORLD_SIZES = range(2, 9)
 MAX_BLOCK_THREADS = 512  # half of what a block may have: the launcher may double it
 MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 32 bits
+
+
+@dataclass(frozen=True)
+class Message:
+    """The shape and dtype of a tensor to be summed.
+
+    Attributes:
+        shape: sizes, as the tensor has them; any number of dimensions, zero among them.
+        dtype: a key of `ITEM_BYTES`, as in ``torch.bfloat16`` without the prefix.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+def message_of(tensor: "torch.Tensor") -> Message:
+    """The tensor's shape and dtype."""
+    return Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def message_of_bytes(num_bytes: int, dtype: str, hidden: int) -> Message:
+    """Make a two-dimensional message of that many bytes, with rows of `hidden` elements or fewer.
+
+    Rows are halved until the size holds at least one, so that small messages keep two dimensions.
+
+    Raises:
+        ValueError: the size holds no whole number of elements.
+    """
+    elements, rest = divmod(num_bytes, ITEM_BYTES[dtype])
+    if rest or elements < 1:
+        raise ValueError(f"expected whole elements of {dtype}, got {num_bytes} bytes")
+    while elements % hidden:
+        if hidden % 2:
+            return Message((1, elements), dtype)
+        hidden //= 2
+    return Message((elements // hidden, hidden), dtype)
 
 
 def flashinfer_block_threads(hidden: int, item_bytes: int) -> int:
