@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.kit.gpu_ranks import checks_of, run_checks
-from vllm_commext.allreduce import creation, multicast, names
+from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
 from vllm_commext.allreduce.backends.push import PushBackend
@@ -31,7 +31,6 @@ from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
-from vllm_commext.errors import UnsupportedError
 
 MIB = 1 << 20
 # Half a unit in the last place of numbers from 1 to 2.
@@ -222,30 +221,6 @@ def check_unprepared_capture(rank: Rank) -> Figures:
     assert int(case.errors(out)) == 0
     assert rank.dispatcher.choice(tensor) == names.FLASHINFER_ONE_SHOT
     return {}
-
-
-def check_missing_flashinfer(rank: Rank) -> Figures:
-    """On one rank it cannot be had: all go on with the others."""
-    real = flashinfer.make_backends
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if rank.rank == rank.world - 1:
-            raise UnsupportedError("FlashInfer's kernels cannot be compiled: as a test has it")
-        return real(*args, **kwargs)
-
-    creation.flashinfer.make_backends = make
-    try:
-        made = create_dispatcher(rank.parts, rank.table())
-    finally:
-        creation.flashinfer.make_backends = real
-    others = list(made.backends)
-    assert not set(names.FLASHINFER).intersection(others), others
-    case = rank.sum(3, (2, 4096))
-    out = made.all_reduce(case.parts[rank.rank])
-    assert out is not None
-    assert int(case.errors(out)) == 0
-    made.destroy()
-    return {"backends": others}
 
 
 def check_in_vllm(rank: Rank) -> Figures:

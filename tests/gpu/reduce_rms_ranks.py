@@ -6,12 +6,10 @@ Every rank runs the same checks in the same order and after each tells the other
 0 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error.
 """
 
-import json
 import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch import distributed as dist
 
 from tests.gpu.reduce_rms_rows import EPS, PLACE, Rank, Rows, qk_rms_norm, settle, ulps
-from tests.kit.gpu_ranks import checks_of
+from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import (
@@ -223,18 +221,6 @@ def check_graphs(rank: Rank) -> Figures:
     return {"replays": 10_000}
 
 
-def check_pieces(rank: Rank) -> Figures:
-    workspace = rank.workspace(max_tokens_per_launch=100)
-    rows = rank.minimax(6, 1037)
-    for _ in range(20):
-        q, k = rank.call(rows, workspace.handle)
-    settle(workspace)
-    error = max(ulps(q, rows.q_want), ulps(k, rows.k_want))
-    workspace.cleanup()
-    assert error <= 1, error
-    return {"ulps": error}
-
-
 def check_strides_and_single(rank: Rank) -> Figures:
     """Rows apart, rows at odd addresses, one tensor alone, Q and K apart, other weight types."""
     workspace = rank.workspace()
@@ -366,17 +352,6 @@ def check_batch_invariant(rank: Rank) -> Figures:
     return {"batches": batches}
 
 
-def check_mismatch(rank: Rank) -> Figures:
-    size = (2 << 20) * (1 + rank.rank % 2)
-    text = ""
-    try:
-        LamportWorkspace(rank.rank, rank.world, size)
-    except ProtocolError as error:
-        text = str(error)
-    assert "expected the same" in text, text
-    return {"message": text}
-
-
 def check_fallback(rank: Rank) -> Figures:
     workspace = GroupWorkspace(None, "cuda")
     rows = rank.minimax(13, 100)
@@ -431,24 +406,6 @@ def check_compile(rank: Rank) -> Figures:
 CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 
-def run(name: str, rank: Rank) -> bool:
-    start = time.monotonic()
-    figures: Figures = {}
-    error = ""
-    try:
-        figures = CHECKS[name](rank)
-    except Exception:  # noqa: BLE001 - the other checks are to run all the same
-        error = traceback.format_exc(limit=-4)
-    outcomes: list[Any] = [None] * rank.world
-    dist.all_gather_object(outcomes, (figures, error))
-    errors = {str(i): why for i, (_, why) in enumerate(outcomes) if why}
-    if rank.rank == 0:
-        line = {"check": name, "seconds": round(time.monotonic() - start, 2)}
-        sys.stdout.write(json.dumps({**line, "errors": errors, "figures": figures}) + "\n")
-        sys.stdout.flush()
-    return not errors
-
-
 def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
     torch.cuda.set_device(rank)
@@ -459,9 +416,9 @@ def main() -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    results = [run(name, Rank(rank, world)) for name in sys.argv[4:] or CHECKS]
+    run_checks(Rank(rank, world), CHECKS, sys.argv[4:])
     dist.barrier()
-    os._exit(0 if all(results) else 1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from vllm_commext.collective import Collective
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
 from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
@@ -64,10 +65,10 @@ def ulps(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Rank:
-    """What a check has: its rank, and a way to make workspaces and to meet the others."""
+    """A check's rank, and how it makes workspaces; `collective` reports for `run_checks`."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.collective = rank, world, Collective.over(None)
 
     def workspace(self, seconds: float = 10.0, **options: Any) -> LamportWorkspace:
         size = slot_bytes(16384, self.world)
