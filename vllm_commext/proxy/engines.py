@@ -143,7 +143,6 @@ class Engine:
     in_flight: int = 0
     tokens: int = 0
     detail: str = "not checked yet"
-    num_passed: int = 0
     num_failed: int = 0
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_drain: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
@@ -165,15 +164,12 @@ class Engine:
     def usable(self) -> bool:
         return self.healthy and not self.draining and not self.drains_itself
 
-    def passed_check(self, rise: int) -> None:
+    def passed_check(self) -> None:
         self.num_failed, self.suspected, self.drains_itself = 0, False, False
-        self.num_passed = min(self.num_passed + 1, rise)
-        if self.num_passed >= rise:
-            self.healthy, self.detail = True, "ok"
+        self.healthy, self.detail = True, "ok"
 
     def failed_check(self, fall: int, detail: str) -> None:
         """Count a failed check; one is enough after a lost connection."""
-        self.num_passed = 0
         self.num_failed = min(self.num_failed + 1, fall)
         if self.num_failed >= fall or self.suspected:
             self.healthy = False
@@ -189,7 +185,7 @@ class Engine:
 
     def refuse(self, detail: str) -> None:
         """Give no work to an engine that refuses connections, until a check passes."""
-        self.healthy, self.detail, self.num_passed = False, detail, 0
+        self.healthy, self.detail = False, detail
         self._forget()
         self.suspect()
 

@@ -64,7 +64,7 @@ class HealthMonitor:
     async def _watch(self, engine: Engine, woken: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         last_answered = loop.time()
-        if engine.num_passed == 0 and engine.num_failed == 0:
+        if not engine.healthy and engine.num_failed == 0:
             woken.set()
         while self._watches.get(engine) is asyncio.current_task():
             try:
@@ -95,7 +95,7 @@ class HealthMonitor:
         elif failure is None:
             if not was_healthy:
                 await self._learn_page(engine)  # before it gets work
-            engine.passed_check(self._config.health_rise)
+            engine.passed_check()
             if was_healthy:  # by now, what requests find out meanwhile is newer than the check
                 await self._learn_page(engine)
         else:

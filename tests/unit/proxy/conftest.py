@@ -92,10 +92,7 @@ async def decode_ok(call: Call) -> None:
     if not call.body.get("stream"):
         await call.answer(200, b'{"choices": [{"text": "hello"}]}')
         return
-    await call.begin_stream()
-    for event in (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n"):
-        await call.chunk(event)
-    await call.end_stream()
+    await streaming(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")(call)
 
 
 def held(release: asyncio.Event, then: Behaviour = decode_ok) -> Behaviour:
@@ -117,6 +114,18 @@ def answering(status: int, content: bytes) -> Behaviour:
 
 async def dropping(call: Call) -> None:
     """Read the request, then close without a byte."""
+
+
+def streaming(*pieces: bytes, hangs: bool = False) -> Behaviour:
+    """Answer with a stream of these pieces, which ends, or goes on without a word."""
+
+    async def behave(call: Call) -> None:
+        await call.begin_stream()
+        for piece in pieces:
+            await call.chunk(piece)
+        await (hanging(call) if hangs else call.end_stream())
+
+    return behave
 
 
 def held_stream(release: asyncio.Event) -> Behaviour:
@@ -378,6 +387,7 @@ class Kit:
     held = staticmethod(held)
     dropping = staticmethod(dropping)
     hanging = staticmethod(hanging)
+    streaming = staticmethod(streaming)
     held_stream = staticmethod(held_stream)
     outcome = staticmethod(outcome)
     expect_error = staticmethod(expect_error)

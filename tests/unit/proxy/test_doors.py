@@ -143,3 +143,4 @@ async def test_another_method_is_told_which_are_allowed(kit: Any) -> None:
         cluster.session.get(f"{cluster.url}/v1/completions") as response,
     ):
         assert (response.status, response.headers["Allow"]) == (405, "OPTIONS,POST")
+        assert (await response.json())["error"]["code"] == 405

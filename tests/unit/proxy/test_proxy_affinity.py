@@ -132,7 +132,7 @@ def pool_of(*tokens: int) -> EnginePool:
     urls = [f"http://h:{idx + 1}" for idx in range(len(tokens))]
     pool = EnginePool("prefill", urls, affinity_tokens=10**6)
     for engine, count in zip(pool.engines, tokens, strict=True):
-        engine.passed_check(rise=1)
+        engine.passed_check()
         engine.tokens = count
     return pool
 
@@ -155,7 +155,7 @@ def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> Non
         engine.refuse("refused")
     else:
         engine.failed_check(fall=1, detail="gone")
-    engine.passed_check(rise=1)
+    engine.passed_check()
     assert engine.memory.held_tokens(prefix(body)) == 0
 
 

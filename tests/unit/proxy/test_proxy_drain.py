@@ -82,10 +82,8 @@ async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream
         if not call.body.get("stream"):
             await call.answer(200, json.dumps(ABORTED).encode())
             return
-        await call.begin_stream()
-        await call.chunk(b"data: " + json.dumps(ABORTED).encode() + b"\n\n")
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
+        event = b"data: " + json.dumps(ABORTED).encode() + b"\n\n"
+        await kit.streaming(event, b"data: [DONE]\n\n")(call)
 
     async with kit.cluster(2, 2, **NEVER) as cluster:
         cluster.decode[0].behave = aborting

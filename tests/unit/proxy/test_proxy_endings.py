@@ -82,13 +82,8 @@ async def test_a_client_that_leaves_before_the_answer_aborts_the_engine(
 
 
 async def test_a_client_that_leaves_in_mid_stream_aborts_the_decode(kit: Any) -> None:
-    async def endless(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(EVENT)
-        await kit.hanging(call)
-
     async with kit.cluster() as cluster:
-        cluster.decode[0].behave = endless
+        cluster.decode[0].behave = kit.streaming(EVENT, hangs=True)
         async with cluster.post(STREAM) as response:
             assert await response.content.readany() == EVENT
             response.close()
@@ -183,25 +178,15 @@ async def test_a_stream_that_ends_without_an_answer_has_failed(
 ) -> None:
     """As vLLM 0.30 ends the stream of a completion whose KV load has failed: it is served anew, and
     where that fails too, the client is told."""
-
-    def ending_with(*events: bytes) -> Any:
-        async def behave(call: Any) -> None:
-            await call.begin_stream()
-            for event in events:
-                await call.chunk(event)
-            await call.end_stream()
-
-        return behave
-
     async with kit.cluster(num_decode=2) as cluster:
-        cluster.decode[0].behave = ending_with(*pieces)
-        cluster.decode[1].behave = ending_with(TOLD, DONE)
+        cluster.decode[0].behave = kit.streaming(*pieces)
+        cluster.decode[1].behave = kit.streaming(TOLD, DONE)
         for _ in range(2):
             async with cluster.post(STREAM) as response:
                 assert response.status == 200
                 assert await response.read() == TOLD + DONE
         assert cluster.decode[0].calls
-        cluster.decode[1].behave = ending_with(*pieces)
+        cluster.decode[1].behave = kit.streaming(*pieces)
         async with cluster.post(STREAM) as response:
             assert response.status == 502
             assert "before its first token" in (await response.json())["error"]["message"]
@@ -209,18 +194,11 @@ async def test_a_stream_that_ends_without_an_answer_has_failed(
 
 async def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) -> None:
     """Some close their connection at the last event, before the engine has ended its own."""
-
-    async def without_end(call: Any) -> None:
-        await call.begin_stream()
-        for event in (EVENT, b"data: [DONE]\n\n"):
-            await call.chunk(event)
-        await asyncio.Event().wait()
-
     async with kit.cluster() as cluster:
-        cluster.decode[0].behave = without_end
+        cluster.decode[0].behave = kit.streaming(EVENT, DONE, hangs=True)
         async with cluster.post(STREAM) as response:
             received = b""
-            while not received.endswith(b"data: [DONE]\n\n"):
+            while not received.endswith(DONE):
                 received += await response.content.readany()
             response.close()
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the engine to be left")

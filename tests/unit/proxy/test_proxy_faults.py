@@ -48,7 +48,9 @@ async def test_without_any_prefill_engine_decode_engines_answer_alone_and_at_onc
             assert (await response.json())["status"] == "degraded"
 
 
-async def test_without_any_decode_engine_the_request_fails_and_health_says_so(kit: Any) -> None:
+async def test_without_any_decode_engine_the_request_fails_and_health_says_so(
+    kit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
     async with kit.cluster(**waits) as cluster:
         await cluster.decode[0].stop()
@@ -58,6 +60,8 @@ async def test_without_any_decode_engine_the_request_fails_and_health_says_so(ki
         async with cluster.session.get(cluster.url + "/health") as response:
             assert response.status == 503
             assert (await response.json())["status"] == "unavailable"
+        assert len(cluster.prefill[0].calls) == 1
+    assert "prefill0 keeps its KV blocks until their lease expires" in caplog.text
 
 
 @pytest.mark.parametrize("step", ["prefill", "decode"])
@@ -145,38 +149,14 @@ async def test_a_decode_engine_that_refuses_connections_is_replaced(kit: Any) ->
         assert len(cluster.prefill[0].calls) == 1
 
 
-async def test_unread_blocks_are_reported_when_no_decode_engine_can_be_reached(
-    kit: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    waits = {"health_interval_seconds": 60, "engine_wait_seconds": 0.1}
-    async with kit.cluster(**waits) as cluster:
-        await cluster.decode[0].stop()
-        await kit.expect_error(cluster, 503, "no_engine", "decode")
-        assert len(cluster.prefill[0].calls) == 1
-    assert "prefill0 keeps its KV blocks until their lease expires" in caplog.text
-
-
-def failing_stream(*events: bytes) -> Any:
-    """A stream as vLLM ends it when the request fails in the engine: with status 200."""
-
-    async def behave(call: Any) -> None:
-        await call.begin_stream()
-        for event in (*events, b'data: {"error": {"message": "x", "code": 500}}\n\n'):
-            await call.chunk(event)
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
-
-    return behave
-
-
 ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
-
-
+# A stream as vLLM ends it when the request fails in the engine: with status 200.
+FAILED_EVENTS = b'data: {"error": {"message": "x", "code": 500}}\n\n', b"data: [DONE]\n\n"
 FAILED_DECODES = {
     "lost": lambda kit: kit.dropping,
     "status": lambda kit: kit.answering(500, b'{"error": "load failed"}'),
-    "event": lambda kit: failing_stream(),
-    "event after the role": lambda kit: failing_stream(ROLE),
+    "event": lambda kit: kit.streaming(*FAILED_EVENTS),
+    "event after the role": lambda kit: kit.streaming(ROLE, *FAILED_EVENTS),
 }
 
 

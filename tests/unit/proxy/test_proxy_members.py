@@ -40,7 +40,7 @@ def test_an_engine_that_nobody_names_goes_when_its_last_request_has_ended() -> N
     one, pools = registry()
     one.name("file", [D1])
     (engine,) = pools["decode"].engines
-    engine.passed_check(rise=1)
+    engine.passed_check()
     removed: list[Any] = []
     one.on_removed = removed.append
     with engine.working(10):
@@ -69,7 +69,7 @@ def test_an_engine_that_is_named_again_while_it_leaves_stays() -> None:
     one, pools = registry()
     one.name("file", [D1])
     (engine,) = pools["decode"].engines
-    engine.passed_check(rise=1)
+    engine.passed_check()
     with engine.working(10):
         one.name("file", [])
         one.name("file", [D1])
@@ -241,30 +241,26 @@ class Admin:
             return response.status, await response.json()
 
 
-async def admin_of(kit: Any, stack: Any, tmp_path: Path, cluster: Any) -> Admin:
+async def admin_of(tmp_path: Path, cluster: Any) -> Admin:
     from vllm_commext.proxy.server import admin_port
 
     (tmp_path / "token").write_text(TOKEN + "\n")
     options = {"admin_port": 0, "admin_token_file": str(tmp_path / "token")}
     lines: list[str] = []
     config = ProxyConfig(prefill=(), decode=(), **options)
-    await stack.enter_async_context(admin_port(cluster.proxy, config, lines.append))
+    await cluster.stack.enter_async_context(admin_port(cluster.proxy, config, lines.append))
     return Admin(cluster, lines[0].removeprefix("admin port on "))
 
 
 async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_lost(
     kit: Any, tmp_path: Path
 ) -> None:
-    from contextlib import AsyncExitStack
-
     release = asyncio.Event()
-
     async with (
         kit.engine(kit.held(release)).running() as added,
         kit.cluster(**QUICK) as cluster,
-        AsyncExitStack() as stack,
     ):
-        admin = await admin_of(kit, stack, tmp_path, cluster)
+        admin = await admin_of(tmp_path, cluster)
         pool, first = cluster.proxy.decode_pool, cluster.decode[0]
         status, told = await admin.ask(
             "POST", "/engines", {"role": "decode", "url": added.url + "/"}
@@ -286,10 +282,8 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
 async def test_with_prefill_drained_at_the_admin_port_decode_engines_compute_prompts(
     kit: Any, tmp_path: Path
 ) -> None:
-    from contextlib import AsyncExitStack
-
-    async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
-        admin = await admin_of(kit, stack, tmp_path, cluster)
+    async with kit.cluster(**QUICK) as cluster:
+        admin = await admin_of(tmp_path, cluster)
         wanted = {"url": cluster.prefill[0].url}
         assert (await admin.ask("POST", "/drain", wanted))[0] == 200
         assert await answered_by(cluster) == ("", "decode0")
@@ -299,12 +293,9 @@ async def test_with_prefill_drained_at_the_admin_port_decode_engines_compute_pro
 
 
 async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
-    from contextlib import AsyncExitStack
-
     release = asyncio.Event()
-
-    async with kit.cluster(**QUICK) as cluster, AsyncExitStack() as stack:
-        admin = await admin_of(kit, stack, tmp_path, cluster)
+    async with kit.cluster(**QUICK) as cluster:
+        admin = await admin_of(tmp_path, cluster)
         cluster.decode[0].behave = kit.held(release)
         running = asyncio.ensure_future(answered_by(cluster))
         await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
@@ -334,10 +325,8 @@ async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
 async def test_what_the_admin_port_cannot_do_it_refuses(
     kit: Any, tmp_path: Path, method: str, path: str, body: Any, message: str
 ) -> None:
-    from contextlib import AsyncExitStack
-
-    async with kit.cluster() as cluster, AsyncExitStack() as stack:
-        admin = await admin_of(kit, stack, tmp_path, cluster)
+    async with kit.cluster() as cluster:
+        admin = await admin_of(tmp_path, cluster)
         status, told = await admin.ask(method, path, body)
         assert (status, message in told["error"]["message"]) == (400, True), told
         assert (await admin.ask(method, path, body, token="wrong"))[0] == 401

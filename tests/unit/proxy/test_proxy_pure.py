@@ -217,7 +217,7 @@ def test_cutter_holds_a_bounded_amount() -> None:
 def _pool(*in_flight: int) -> EnginePool:
     pool = EnginePool("decode", [f"http://h:{idx + 1}" for idx in range(len(in_flight))])
     for engine, count in zip(pool.engines, in_flight, strict=True):
-        engine.passed_check(rise=1)
+        engine.passed_check()
         engine.tokens = count
     return pool
 
@@ -246,15 +246,14 @@ def test_pick_takes_a_least_loaded_healthy_engine(
         assert chosen.tokens == min(engine.tokens for engine in usable)
 
 
-def test_health_needs_checks_in_a_row() -> None:
+def test_two_failed_checks_in_a_row_make_an_engine_unhealthy() -> None:
     engine = Engine("prefill", 0, "http://h:1")
     assert not engine.healthy
-    engine.passed_check(rise=2)
-    engine.failed_check(fall=2, detail="once")
-    engine.passed_check(rise=2)
-    assert not engine.healthy
-    engine.passed_check(rise=2)
-    assert engine.healthy
+    for _ in range(2):
+        engine.passed_check()
+        engine.failed_check(fall=2, detail="once")
+        assert engine.healthy
+    engine.passed_check()
     engine.failed_check(fall=2, detail="once")
     assert engine.healthy
     engine.failed_check(fall=2, detail="twice")
@@ -266,7 +265,7 @@ def test_an_engine_under_suspicion_is_asked_last_until_a_check_clears_or_ends_it
     suspect, busy = pool.engines
     suspect.suspect()
     assert (suspect.usable, pool.pick()) == (True, busy)
-    suspect.passed_check(rise=1)
+    suspect.passed_check()
     assert pool.pick() is suspect
     suspect.suspect()
     suspect.failed_check(fall=2, detail="gone")
@@ -277,7 +276,7 @@ def test_an_engine_that_refuses_connections_needs_new_checks() -> None:
     engine = _pool(0).engines[0]
     engine.refuse("refused")
     assert (engine.healthy, engine.detail) == (False, "refused")
-    engine.passed_check(rise=1)
+    engine.passed_check()
     assert engine.healthy
 
 

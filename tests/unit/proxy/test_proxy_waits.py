@@ -66,12 +66,8 @@ async def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any
 
 
 async def test_headers_without_a_first_token_are_a_timeout_too(kit: Any) -> None:
-    async def silent_stream(call: Any) -> None:
-        await call.begin_stream()
-        await kit.hanging(call)
-
     async with kit.cluster(decode_timeout_seconds=0.1) as cluster:
-        cluster.decode[0].behave = silent_stream
+        cluster.decode[0].behave = kit.streaming(hangs=True)
         assert (await cluster.ask(STREAM)).status == 504
         assert kit.outcome("timeout", "decode") in await cluster.metrics()
 

@@ -374,7 +374,7 @@ async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
         await ask(cluster)
         (engine,) = cluster.proxy.pools[0].engines
         engine.refuse("gone")
-        engine.passed_check(1)
+        engine.passed_check()
         assert (await ask(cluster))[0] == "two-step"
         await kit.until(lambda: engine.capabilities.is_known, "another look at its page")
         assert (await ask(cluster))[0] == "streamed"

@@ -192,27 +192,6 @@ async def test_a_request_that_loses_two_engines_in_one_step_is_tried_at_no_third
                 assert sum(one.suspected for one in pool.engines) <= 1
 
 
-async def empty(call: Any) -> None:
-    await call.answer(200, b"")
-
-
-async def empty_stream(call: Any) -> None:
-    await call.begin_stream()
-    await call.end_stream()
-
-
-async def role_alone(call: Any) -> None:
-    await call.begin_stream()
-    await call.chunk(b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n')
-    await call.end_stream()
-
-
-async def half_an_event(call: Any) -> None:
-    await call.begin_stream()
-    await call.chunk(TOLD[:20])
-    await call.end_stream()
-
-
 async def short_json(call: Any) -> None:
     content = b'{"choices": [{"te'
     await call.send(
@@ -221,25 +200,30 @@ async def short_json(call: Any) -> None:
     )
 
 
-def whole(content: bytes, kind: str = "application/json") -> Any:
-    async def behave(call: Any) -> None:
-        await call.answer(200, content, kind)
-
-    return behave
-
-
+ROLE = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}\n\n'
 HALF = {
-    "empty": empty,
-    "half of the JSON": whole(b'{"choices": [{"text": "hel'),
-    "a list": whole(b"[]"),
-    "text": whole(b"hello", "text/plain"),
-    "a page": whole(b"<html>busy</html>", "text/html"),
-    "JSON by another name": whole(b'{"choices": []}', "text/html"),
-    "an empty stream": empty_stream,
-    "a role alone": role_alone,
-    "half an event": half_an_event,
+    "empty": b"",
+    "half of the JSON": b'{"choices": [{"text": "hel',
+    "a list": b"[]",
+    "text": (b"hello", "text/plain"),
+    "a page": (b"<html>busy</html>", "text/html"),
+    "JSON by another name": (b'{"choices": []}', "text/html"),
+    "an empty stream": [],
+    "a role alone": [ROLE],
+    "half an event": [TOLD[:20]],
     "less than announced": short_json,
 }
+
+
+def half(kit: Any, kind: str) -> Any:
+    """An engine that answers so: with a body, one of another type, or the pieces of a stream."""
+    answer = HALF[kind]
+    if isinstance(answer, list):
+        return kit.streaming(*answer)
+    if callable(answer):
+        return answer
+    content, *other = answer if isinstance(answer, tuple) else (answer,)
+    return lambda call: call.answer(200, content, *other)
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
@@ -247,14 +231,14 @@ HALF = {
 async def test_half_an_answer_is_none(kit: Any, kind: str, body: dict[str, Any]) -> None:
     """Another engine is asked; where that has none either, the client is told who has failed."""
     async with kit.cluster(num_decode=2) as cluster:
-        cluster.decode[0].behave = HALF[kind]
+        cluster.decode[0].behave = half(kit, kind)
         for _ in range(2):
             response = await cluster.ask(body)
             assert response.status == 200
             text = await response.text()
             assert "hello" in text or text.endswith(DONE.decode())
         assert cluster.decode[0].calls
-        cluster.decode[1].behave = HALF[kind]
+        cluster.decode[1].behave = half(kit, kind)
         response = await cluster.ask(body)
         assert response.status == 502
         error = (await response.json())["error"]
@@ -265,7 +249,7 @@ async def test_half_an_answer_is_none(kit: Any, kind: str, body: dict[str, Any])
 @pytest.mark.parametrize("kind", HALF)
 async def test_half_a_prefill_is_none(kit: Any, kind: str) -> None:
     async with kit.cluster() as cluster:
-        cluster.prefill[0].behave = HALF[kind]
+        cluster.prefill[0].behave = half(kit, kind)
         response = await cluster.ask(BODY)
         assert response.status == 200
         assert response.headers["X-Commext-Path"] == "local-prefill"
@@ -273,13 +257,8 @@ async def test_half_a_prefill_is_none(kit: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("rest", [b"", TOLD, TOLD[:11]], ids=["one", "two", "one and a half"])
 async def test_a_stream_that_ends_in_its_midst_ends_with_an_error(kit: Any, rest: bytes) -> None:
-    async def behave(call: Any) -> None:
-        await call.begin_stream()
-        await call.chunk(TOLD + rest)
-        await call.end_stream()
-
     async with kit.cluster() as cluster:
-        cluster.decode[0].behave = behave
+        cluster.decode[0].behave = kit.streaming(TOLD + rest)
         events = (await (await cluster.ask(STREAM)).text()).split("\n\n")
         error = json.loads(events[-2].removeprefix("data: "))["error"]
         assert (error["type"], error["engine"]) == ("bad_answer", "decode0")
@@ -287,12 +266,6 @@ async def test_a_stream_that_ends_in_its_midst_ends_with_an_error(kit: Any, rest
 
 
 async def test_a_stream_that_ends_as_it_should_ends_so(kit: Any) -> None:
-    async def behave(call: Any) -> None:
-        await call.begin_stream()
-        for piece in (TOLD, b"data: [DO", b"NE]\n\n"):
-            await call.chunk(piece)
-        await call.end_stream()
-
     async with kit.cluster() as cluster:
-        cluster.decode[0].behave = behave
+        cluster.decode[0].behave = kit.streaming(TOLD, b"data: [DO", b"NE]\n\n")
         assert await (await cluster.ask(STREAM)).text() == (TOLD + DONE).decode()
