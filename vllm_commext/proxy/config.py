@@ -56,27 +56,20 @@ class ProxyConfig:
     client_timeout_seconds: float = _option(
         60.0, "timeout for a client to send its request, or to take a piece of the answer"
     )
-    upload_bytes_per_second: int = _number(256 << 10)
-    """Average rate that a body must arrive at after the client's timeout."""
+    upload_bytes_per_second: int = _number(256 << 10)  # of a body, after the client's timeout
     health_interval_seconds: float = _option(
         2.0, "time between two checks of an engine, of --engines-file and of dns+http names"
     )
     health_timeout_seconds: float = _option(
         5.0, "timeout for a health check, and for connecting to an engine"
     )
-    health_fall: int = _number(2)
-    """Failed checks in a row that make an engine unhealthy."""
-    health_rise: int = _number(1)
-    """Passed checks in a row that make it healthy again."""
+    health_fall: int = _number(2)  # failed checks in a row that make an engine unhealthy
     engine_lost_seconds: float = _option(
         30.0, "give up on requests to an engine that has answered no check for so long"
     )
-    engine_wait_seconds: float = _number(3.0)
-    """How long a request waits while no decode engine is healthy."""
-    keep_alive_seconds: float = _number(4.0)
-    """After how long idle connections to engines are closed; an engine closes them after 5 s."""
-    request_attempts: int = _number(2)
-    """Attempts at a request whose engine fails before its first token."""
+    engine_wait_seconds: float = _number(3.0)  # of a request while no decode engine is healthy
+    keep_alive_seconds: float = _number(4.0)  # of idle connections; an engine closes them after 5 s
+    request_attempts: int = _number(2)  # at a request that fails before its first token
     min_prompt_tokens: int = _option(
         0, "prompts of fewer tokens, about, are computed by a decode engine alone"
     )
@@ -87,22 +80,15 @@ class ProxyConfig:
         0, "limit for each later token, milliseconds, as a mean over the answer; 0: none"
     )
     prefill_attempts: int = _number(2)
-    decode_attempts: int = _number(2)
-    """Decode engines tried, while none could be connected to."""
-    affinity_tokens: int = _number(500_000)
-    """Tokens of earlier prompts that an engine is assumed to hold still."""
+    decode_attempts: int = _number(2)  # while none can be connected to
+    affinity_tokens: int = _number(500_000)  # of prompts that an engine is taken to hold
     max_body_bytes: int = _option(32 * MIB, "largest request body")
-    max_buffered_bytes: int = _number(0)
-    """Of request bodies at a time; one more is refused with 503. 0: `BODIES` of the largest."""
-    resume_bytes: int = _number(256 * MIB)
-    """Of requests and answers kept to resume streams."""
-    move_pause_seconds: float = _number(5.0)
-    """Longest pause of a stream that leaves an engine that drains; else it ends there."""
+    max_buffered_bytes: int = _number(0)  # of request bodies at a time; 0: `BODIES` of the largest
+    resume_bytes: int = _number(256 * MIB)  # of requests and answers, kept to resume streams
+    move_pause_seconds: float = _number(5.0)  # longest pause of a stream that moves
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
-    max_connections: int = _number(4096)
-    """Client connections at a time; beyond, the one idle longest is closed."""
-    max_connections_per_peer: int = _number(2048)
-    """The same, of one address (of IPv6, one /64), which may be a gateway for many."""
+    max_connections: int = _number(4096)  # beyond, the one idle longest is closed
+    max_connections_per_peer: int = _number(2048)  # of one address, or one IPv6 /64
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")

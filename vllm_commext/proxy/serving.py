@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -53,22 +54,17 @@ DIRECT_ENDPOINTS = {
 NO_CHANGES: Mapping[str, Any] = {}
 
 
+@dataclass(eq=False)
 class Service:
-    def __init__(
-        self,
-        config: ProxyConfig,
-        upstream: Upstream,
-        pools: Mapping[str, EnginePool],
-        metrics: ProxyMetrics,
-        planner: Planner,
-    ) -> None:
-        self._config = config
-        self._upstream = upstream
-        self._planner = planner
-        self._chooser = Chooser(config.placement, planner, pools)
-        self._pools = pools
-        self._metrics = metrics
-        self._room = Room(config.resume_bytes)
+    _config: ProxyConfig
+    _upstream: Upstream
+    _pools: Mapping[str, EnginePool]
+    _metrics: ProxyMetrics
+    _planner: Planner
+
+    def __post_init__(self) -> None:
+        self._chooser = Chooser(self._config.placement, self._planner, self._pools)
+        self._room = Room(self._config.resume_bytes)
         self._turns = asyncio.Semaphore(MAX_MOVES)
 
     async def serve(

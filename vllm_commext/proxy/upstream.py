@@ -119,23 +119,17 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
 
 
+@dataclass(eq=False)
 class Upstream:
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        config: ProxyConfig,
-        prefill: EnginePool,
-        decode: EnginePool,
-        metrics: ProxyMetrics,
-    ) -> None:
-        self._session = session
-        self._config = config
-        self._prefill_pool = prefill
-        self._decode_pool = decode
-        self._metrics = metrics
+    _session: aiohttp.ClientSession
+    _config: ProxyConfig
+    _prefill_pool: EnginePool
+    _decode_pool: EnginePool
+    _metrics: ProxyMetrics
 
+    def __post_init__(self) -> None:
         def note(outcome: str, num_keys: int) -> None:
-            metrics.releases.labels(outcome).inc(num_keys)
+            self._metrics.releases.labels(outcome).inc(num_keys)
 
         self.releases = Releases(self._post_release, note)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
