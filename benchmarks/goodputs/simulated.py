@@ -1,6 +1,6 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
-`measured`: beside the cells of measurements on two H100. `grid`: goodput by workload, limits and
+`measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `caches`: engines with
 small KV caches. `turns`: later turns of conversations. `hindsight`: beside the best placement that
 is found where everything to come is known. `fleets`: many engines, some slow, some lost and back.
@@ -23,7 +23,8 @@ from vllm_commext.bench.workload import MIXED
 from vllm_commext.limits import Limits
 
 PAIR = (Hardware(), Hardware())
-RESULTS = Path(__file__).parents[1] / "results"
+MEASURED = Path(__file__).with_name("measured.json")
+"""What `goodput.py` wrote on two H100, 2026-11-26; the simulator's times are fitted to it."""
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 GOOD = 0.9
 STEPS = 7
@@ -48,7 +49,6 @@ CACHE_CONTESTANTS: dict[str, Build] = {
     "adaptive": Adaptive,
     "ordered": CONTESTANTS["ordered"],
 }
-MEASURED = ("2026-11-26_goodput_two_h100_again.json", "2026-11-26_goodput_two_h100.json")
 MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
 PAUSE_SECONDS = 100.0
 """Between two loads on a contestant: the others' turns."""
@@ -140,16 +140,15 @@ def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, li
 
 
 def print_measured(_: ProcessPoolExecutor, __: Seeds) -> None:
-    print("| run | requests/s | way | simulated | measured |\n|---|---|---|---|---|")
-    for name in MEASURED:
-        content = json.loads((RESULTS / name).read_text())
-        seconds = float(content["about"]["arrivals"].split()[0])
-        rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
-        rates = list(dict.fromkeys(rate for _, rate in rows))
-        for way in ("replicas", "fixed", "adaptive"):
-            for rate, requests in replayed(way, rates, seconds).items():
-                cells = simulated_figures(requests), measured_figures(rows[way, rate])
-                print(f"| {name} | {rate:g} | {way} | {' | '.join(cells)} |")
+    content = json.loads(MEASURED.read_text())
+    seconds = float(content["about"]["arrivals"].split()[0])
+    rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
+    rates = list(dict.fromkeys(rate for _, rate in rows))
+    print("| requests/s | way | simulated | measured |\n|---|---|---|---|")
+    for way in ("replicas", "fixed", "adaptive"):
+        for rate, requests in replayed(way, rates, seconds).items():
+            cells = simulated_figures(requests), measured_figures(rows[way, rate])
+            print(f"| {rate:g} | {way} | {' | '.join(cells)} |")
 
 
 def shares_good(job: tuple[str, str, float, Sequence[Limits], Seeds]) -> list[float]:
