@@ -2,7 +2,7 @@
 
     python benchmarks/allreduce.py --tp 2 --out benchmarks/results/mine
 
-writes allreduce_tp2.md, .json and, where matplotlib is installed, .png. Every backend is measured
+writes allreduce_tp2.md and .json. Every backend is measured
 first and a table is made of it; then, in a second pass, ``vllm`` (what vLLM does by itself) and
 ``ours`` (the dispatcher with that table) take turns with every backend again. So ours is judged on
 times that the table was not made from. Each figure is microseconds a call in a CUDA graph of
@@ -188,33 +188,10 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    first = rows[0]["dtype"]
-    names = list(dict.fromkeys(name for row in rows for name in row["microseconds"]))
-    for name in names:
-        points = [
-            (row["bytes"], row["microseconds"][name])
-            for row in rows
-            if row["dtype"] == first and name in row["microseconds"]
-        ]
-        wide = {"linewidth": 3, "color": "black"} if name == OURS else {}
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, **wide)
-    axes.set(xscale="log", yscale="log", xlabel=f"bytes of {first}", ylabel="microseconds a call")
-    axes.legend()
-    axes.grid(visible=True, which="both", alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def write(args: argparse.Namespace, facts: dict[str, Any], rows: list[Row]) -> None:
     name = f"allreduce_tp{args.tp}"
     lines = [*pages.head(f"{name}, microseconds a call", facts), *table(rows)]
     print(pages.write(args.out, name, {**facts, "results": rows}, lines))
-    plot(rows, args.out / f"{name}.png")
 
 
 def run_rank(args: argparse.Namespace) -> None:

@@ -7,9 +7,7 @@ in microseconds: of a sample the slowest rank's, of the samples the median. All 
 in every sample, so what else the machine does meets all of them. Only ratios of one run mean
 anything.
 
-``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead;
-``--reader`` times each call with kernels after it that change Q and K in place, as rotary embedding
-does, for rows and outputs that leave the caches early or do not.
+``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead.
 """
 
 import argparse
@@ -36,7 +34,6 @@ Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 16384)
 TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
-READER_TOKENS = (2048, 4096, 8192, 16384)
 OURS = "ours"
 STREAMING = ("", " loads", " stores", " both")  # what does not stay in the caches
 VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
@@ -284,49 +281,6 @@ def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
     return results
 
 
-def with_reader(call: Call) -> Call:
-    """The call, and then what reads and writes its outputs next."""
-
-    def both() -> None:
-        for out in call():
-            out.mul_(1.001)
-
-    return both
-
-
-def compare_with_reader(
-    ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: Any
-) -> list[Any]:
-    """Whether what leaves the caches early is missed by the next kernels."""
-    from vllm_commext.reduce_rms.kernel import high_throughput
-
-    chosen = high_throughput((Q_SIZE + KV_SIZE) // args.tp // 8)
-    results: list[Any] = []
-    for tokens in args.tokens or READER_TOKENS:
-        rows = make_rows(tokens, args.tp)
-        calls: dict[str, Call] = {}
-        for bits, early in enumerate(STREAMING):
-            form = dataclasses.replace(chosen, streaming=bits)
-
-            def call(tiling: Any = form) -> Any:
-                with ours.tiling(tiling):
-                    return ours.call(rows)  # noqa: B023 - called in this turn alone
-
-            calls[f"ours, streaming{early or ' nothing'}"] = call
-        if vllm is not None:
-            calls["vllm fall-back"] = lambda rows=rows: vllm.fall_back(rows)[:2]
-        variants = {
-            name + suffix: made
-            for name, call in calls.items()
-            for suffix, made in (("", call), (" + reader", with_reader(call)))
-        }
-        times = measure(variants, tokens, SAMPLES, vllm, group)
-        ours.check()
-        results.append({"tokens": tokens, **times})
-        tell(f"{tokens:6d}  " + "  ".join(f"{name} {t:.2f}" for name, t in times.items()))
-    return results
-
-
 def tell(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -377,8 +331,6 @@ def run_rank(args: argparse.Namespace) -> None:
     kind, costs = "", "-"
     if args.tune:
         kind, results = "tune_", tune(ours, args, group)
-    elif args.reader:
-        kind, results = "reader_", compare_with_reader(ours, vllm, args, group)
     else:
         results = compare(ours, vllm, args, group)
         costs = host_costs(ours, vllm, args, group)
@@ -397,10 +349,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
     parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
     parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
-    parser.add_argument("--reader", action="store_true", help="with what reads Q and K next")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", help="token counts for --tune and --reader"
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="token counts for --tune")
     return run_program(
         *(parser, __file__, run_rank),
         lambda args: QUICK_SECONDS if args.quick else TOTAL_SECONDS,

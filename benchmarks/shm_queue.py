@@ -16,10 +16,7 @@ first cores), `one core` (all on one), `busy` (free, beside two processes that n
 """
 
 import argparse
-import shutil
-import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,27 +32,8 @@ from message_queue.cases import (
     pickling_us,
     step_encoding_us,
 )
-from message_queue.links import PLACEMENTS, VARIANTS, core_of, linked, placed
-from message_queue.report import Bottom, Floors, markdown, save
-
-FLOORS = Path(__file__).parent / "message_queue" / "floors.c"
-
-
-def floors(placement: str) -> Floors | None:
-    """Of the machine, in C. None without gcc."""
-    gcc = shutil.which("gcc")
-    if gcc is None:
-        return None
-    cores = [str(core_of(placement, place) or 0) for place in (0, 1)]
-    if placement not in ("pinned", "one core"):
-        cores = ["-1", "-1"]
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/floors"
-        subprocess.run([gcc, "-O2", "-std=c11", str(FLOORS), "-o", program], check=True)
-        done = subprocess.run([program, *cores], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    return Floors(*map(float, done.stdout.split()))
+from message_queue.links import PLACEMENTS, VARIANTS, linked, placed
+from message_queue.report import Bottom, markdown, save
 
 
 def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
@@ -118,9 +96,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    found = {placement: floors(placement) for placement in args.placements}
-    known = {placement: floor for placement, floor in found.items() if floor is not None}
-    bottom = Bottom(known, pickling_us(), step_encoding_us())
+    bottom = Bottom(pickling_us(), step_encoding_us())
     cells: list[Cell] = []
     for placement in args.placements:
         for n_readers in args.readers:

@@ -2,8 +2,8 @@
 
 `measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
 rate. `highest`: the highest rate with 90 % of requests in time. `caches`: engines with
-small KV caches. `turns`: later turns of conversations. `hindsight`: beside the best placement that
-is found where everything to come is known. `fleets`: many engines, some slow, some lost and back.
+small KV caches. `turns`: later turns of conversations. `fleets`: many engines, some slow,
+some lost and back.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from goodputs import shapes
-from goodputs.hindsight import best_share
 from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 from vllm_commext.bench.figures import QUANTILES, quantile
@@ -28,7 +27,6 @@ MEASURED = Path(__file__).with_name("measured.json")
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 GOOD = 0.9
 STEPS = 7
-NUM_TRIES = 600
 WORKLOADS = (MIXED, shapes.CONVERSATION, "document", "short")
 SATURATION = {MIXED: 15.0, shapes.CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
 """Requests a second that two engines could take without any limit, about."""
@@ -221,32 +219,6 @@ def turns_told(job: tuple[str, str, float, Limits, Seeds]) -> str:
     return f"{share:.0%} {first:.0f} {good:.0%}"
 
 
-def hindsight(job: tuple[str, float, Limits, int]) -> str:
-    """Of one seed the share in time of each contestant, and of the best placement found."""
-    workload, rate, limits, seed = job
-    arrivals = shapes.WORKLOADS[workload](rate, SECONDS, seed)
-    runs = [Simulation(PAIR, arrivals, build(PAIR, limits)).run() for build in CONTESTANTS.values()]
-    counted = [[one for one in run if one.arrival.at >= WARM_SECONDS] for run in runs]
-    shares = [sum(one.is_good(limits) for one in run) / len(run) for run in counted]
-    starts = [[(one.prefill, one.decode) for one in run] for run in runs]
-    best = best_share(PAIR, arrivals, limits, starts, WARM_SECONDS, NUM_TRIES)
-    return " ".join(f"{100 * share:.0f}" for share in (*shares, best))
-
-
-def print_hindsight(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    cells = [
-        ("document", rate, Limits(0.010, first))
-        for rate, first in ((2.4, 2.0), (4.0, 1.0), (4.0, 2.0))
-    ]
-    results = workers.map(hindsight, [(*cell, seed) for cell in cells for seed in seeds])
-    print(f"{' / '.join(CONTESTANTS)} / hindsight, % in time\n")
-    print("| workload | requests/s | limits |" + "".join(f" seed {seed} |" for seed in seeds))
-    print("|---|---|---|" + "---|" * len(seeds))
-    for workload, rate, limits in cells:
-        row = " | ".join(next(results) for _ in seeds)
-        print(f"| {workload} | {rate:g} | {limits} | {row} |")
-
-
 def print_turns(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     names = ("replicas", "fixed", "adaptive")
     cells = [
@@ -333,7 +305,6 @@ TABLES = {
     "highest": print_highest,
     "caches": print_caches,
     "turns": print_turns,
-    "hindsight": print_hindsight,
     "fleets": print_fleets,
 }
 

@@ -16,20 +16,10 @@ OURS, VLLM = "ours", "vllm"
 HIGHER_IS_BETTER = "messages/s"
 
 
-class Floors(NamedTuple):
-    """Microseconds of a round trip in C: over a cache line, over a futex, and over a cache line
-    with 100 KiB copied into shared memory and out of it both ways."""
-
-    line: float
-    futex: float
-    copies: float
-
-
 class Bottom(NamedTuple):
-    """What no queue can be faster than: of each placement, and microseconds of pickling alone, and
-    of encoding steps by each way."""
+    """What no queue can be faster than: microseconds of pickling alone, and of encoding steps by
+    each way."""
 
-    floors: dict[str, Floors]
     pickling: dict[str, float]
     steps: dict[str, dict[str, float]]
 
@@ -60,12 +50,6 @@ def _machine(rounds: int) -> str:
 
 def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -> str:
     lines = ["# The message queue", "", _machine(rounds), "", "    " + shlex.join(sys.argv), ""]
-    for placement, floor in bottom.floors.items():
-        lines.append(
-            f"Floor in C, {placement}: {floor.line:.2f} us for a round trip over a cache line, "
-            f"{floor.futex:.2f} us over a futex, {floor.copies:.1f} us over a cache line with "
-            "100 KiB copied into shared memory and out of it both ways."
-        )
     pickling = ", ".join(f"{case} {found:.1f} us" for case, found in bottom.pickling.items())
     lines += ["", f"Pickling and unpickling for a round trip of ours, alone: {pickling}."]
     for case, ways in bottom.steps.items():
@@ -86,7 +70,6 @@ def save(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str], out: 
     out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
     rows = {
         "machine": _machine(rounds),
-        "floors": {placement: floor._asdict() for placement, floor in bottom.floors.items()},
         "pickling": bottom.pickling,
         "steps": bottom.steps,
         "cells": [cell._asdict() for cell in cells],

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 from goodputs import simulated
-from goodputs.hindsight import best_share
 from goodputs.policies import Adaptive, Fixed, Knowing, Replicas, Silent
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 
@@ -109,13 +108,3 @@ def test_placed_requests_are_in_time_as_often_as_by_the_better_fixed_way(
     }
     assert good["adaptive"] >= 0.97 * max(good["replicas"], good["fixed"])
     assert good["adaptive"] >= 0.85
-
-
-def test_hindsight_finds_what_no_policy_did() -> None:
-    """Two long prompts at once, which one engine does not compute in time."""
-    arrivals = [Arrival(1.0, 8000, 8), Arrival(1.0, 8000, 8)]
-    limits, both_at_one = Limits(0.05, 0.3), [(0, 0), (0, 0)]
-    assert best_share(simulated.PAIR, arrivals, limits, [both_at_one], 0.0, 0) == 0.5
-    assert best_share(simulated.PAIR, arrivals, limits, [both_at_one], 0.0, 40) == 1.0
-    late = Limits(0.05, 0.001)
-    assert best_share(simulated.PAIR, arrivals, late, [both_at_one], 0.0, 10) == 0.0
