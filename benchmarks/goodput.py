@@ -36,11 +36,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import models
 import pages
 import repository
+from engines import Setup
 from goodputs import contestants, plays, report
 from goodputs.contestants import NAMES, Contestant, limits_of
-from goodputs.engines import EngineSet, Setup, started, stop_all
+from goodputs.engines import EngineSet, Places, started, stop_all
 from goodputs.rounds import TRACE, Load, Rounds, Runner
 from goodputs.shapes import WORKLOADS
 from machine import load_average, machine
@@ -128,19 +130,24 @@ def commit() -> str:
         return "?"
 
 
-def setup_of(args: argparse.Namespace, folder: Path, num_sets: int) -> Setup:
-    on_cpu = args.device == "cpu"
+def setup_of(args: argparse.Namespace, folder: Path) -> Setup:
     return Setup(
-        device=args.device,
-        folder=folder,
-        gpus=["", ""] if on_cpu else args.gpus or gpus_here(),
-        gpu_memory=args.gpu_memory or 0.9 / num_sets,
-        kv_bytes=int(args.kv_gib * (1 << 30)),
-        max_tokens=args.max_model_len or (1024 if on_cpu else 33280),
+        args.device,
+        folder,
+        *models.by_device(folder / "model", args.device),
+        max_tokens=args.max_model_len or (1024 if args.device == "cpu" else 33280),
         max_requests=args.max_num_seqs,
         start_seconds=args.start_seconds,
-        extra=args.connector_extra,
         server_args=args.server_args,
+    )
+
+
+def places_of(args: argparse.Namespace, num_sets: int) -> Places:
+    return Places(
+        ["", ""] if args.device == "cpu" else args.gpus or gpus_here(),
+        args.gpu_memory or 0.9 / num_sets,
+        int(args.kv_gib * (1 << 30)),
+        args.connector_extra,
     )
 
 
@@ -204,9 +211,9 @@ def measure(args: argparse.Namespace, rounds: Rounds, output: Output) -> None:
 def run(args: argparse.Namespace, made: Sequence[Contestant], folder: Path, output: Output) -> None:
     """Start engines and proxies, measure, and stop them."""
     sets: list[EngineSet] = list(dict.fromkeys(one.engines for one in made))
-    setup = setup_of(args, folder, len(sets))
-    num_prefill = args.prefills or max(len(setup.gpus) // 2, 1)
-    with started(setup, sets) as engines:
+    setup, places = setup_of(args, folder), places_of(args, len(sets))
+    num_prefill = args.prefills or max(len(places.gpus) // 2, 1)
+    with started(setup, places, sets) as engines:
         made = [one for one in made if one.engines in engines]
         proxies: list[Server] = []
         try:

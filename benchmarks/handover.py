@@ -24,6 +24,7 @@ proxy does, one step after the other.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -39,25 +40,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import load
+import models
 import repository  # noqa: F401
 import torch
 import turn as turns
 import vllm
-from handovers.requests import Answer, ask_all, begins_with_text
-from handovers.variants import (
-    NAMES,
-    ON_GPUS_ONLY,
-    PLAINS,
-    PROXIED,
-    Setup,
-    read_figures,
-    started,
-)
-from serving.servers import Variant, alone
+from engines import Setup, Variant, alone
+from handovers.variants import NAMES, ON_GPUS_ONLY, PLAINS, PROXIED, read_figures, started
+from load import Stream
 
+from tests.kit.cluster import MODEL_NAME
 from tests.kit.metrics import scrape
+from tests.kit.parity import PREFILL_PARAMS
 from tests.kit.processes import cpu_seconds
-from tests.kit.prompts import PRINTABLE
 
 COLUMNS = (
     *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT", "CPU"),
@@ -86,17 +83,57 @@ def one_copy_gb_s(device: str, num_bytes: int, gpus: Sequence[str]) -> float:
     return num_bytes / min(times) / 1e9
 
 
-def make_prompts(
-    count: int, num_tokens: int, dice: random.Random, first: Variant
-) -> list[list[int]]:
-    """Prompts to which the *first* variant's answers begin with a text."""
-    prompts: list[list[int]] = []
-    url = next(iter(first.servers.values())).url
-    while len(prompts) < count:
-        prompt = [dice.choice(PRINTABLE) for _ in range(num_tokens)]
-        if begins_with_text(url, prompt):
-            prompts.append(prompt)
-    return prompts
+@dataclass
+class Answer:
+    """One request; prefilled: seconds from sending it to the prefill server's answer, 0 without."""
+
+    stream: Stream
+    prefilled: float
+
+    def figures(self) -> dict[str, float]:
+        """Milliseconds, by name."""
+        tokens = [self.prefilled + one for one in self.stream.token_seconds()]
+        return {
+            "prefill": self.prefilled * 1e3,
+            "hand-over": (tokens[0] - self.prefilled) * 1e3 if self.prefilled else 0.0,
+            "first token": tokens[0] * 1e3,
+            "second token": tokens[1] * 1e3,
+            "TPOT": (tokens[-1] - tokens[1]) / (len(tokens) - 2) * 1e3,
+        }
+
+
+def ask_all(
+    prefill_url: str | None,
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    on_second: Callable[[], None] | None = None,
+) -> list[Answer]:
+    """All prompts at the same time; *on_second* is called when one has its second token.
+
+    Raises:
+        RuntimeError: an answer that is no success.
+    """
+
+    async def ask(session: aiohttp.ClientSession, prompt: Sequence[int]) -> Answer:
+        stream, prefilled = Stream(prompt, output_tokens, on_second=on_second), 0.0
+        if prefill_url is not None:
+            begun = time.perf_counter()
+            body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0.0, "max_tokens": 1}
+            body["kv_transfer_params"] = dict(PREFILL_PARAMS)
+            async with session.post(f"{prefill_url}/v1/completions", json=body) as response:
+                params = (await response.json()).get("kv_transfer_params")
+            if response.status != 200 or not params:
+                raise RuntimeError(f"{prefill_url}: HTTP {response.status}, parameters {params}")
+            stream.extra, prefilled = {"kv_transfer_params": params}, time.perf_counter() - begun
+        await load.read_all(session, url, [stream], 1)
+        return Answer(stream, prefilled)
+
+    async def run() -> list[Answer]:
+        async with load.new_session() as session:
+            return await asyncio.gather(*(ask(session, one) for one in prompts))
+
+    return asyncio.run(run())
 
 
 def processor_seconds(one: Variant) -> float:
@@ -150,15 +187,15 @@ class Cell:
         counts: bool,
     ) -> None:
         """Every variant's turn, in this order; where it *counts* its figures are kept."""
-        texts: dict[str, list[str]] = {}
+        tokens: dict[str, list[list[int]]] = {}
         for name in order:
             with alone(variants, name) if len(variants) > 1 else nullcontext():
                 answers, figures = turn(name, variants[name], prompts, output_tokens)
-            texts[name] = [answer.text for answer in answers]
+            tokens[name] = [answer.stream.ids for answer in answers]
             if counts:
                 self.samples[name].append(figures)
-        reference = texts[next(iter(variants))]
-        for found in texts.values():
+        reference = tokens[next(iter(variants))]
+        for found in tokens.values():
             self.num_equal += sum(a == b for a, b in zip(reference, found, strict=True))
             self.num_answers += len(found)
 
@@ -190,7 +227,7 @@ def measure(
         for number in range(args.rounds + warm_ups):
             if rows + so_far and time.monotonic() - started_at > args.seconds:
                 break
-            prompts = make_prompts(at_once, length, dice, next(iter(variants.values())))
+            prompts = load.make_prompts(at_once, length, dice)
             first = number % len(variants)
             order = [*variants][first:] + [*variants][:first]
             # the first round connects and warms up
@@ -280,14 +317,16 @@ def main() -> int:
         setup = Setup(
             args.device,
             Path(folder),
-            max_tokens=max(length for length, _ in args.cells) + args.output_tokens + 16,
-            concurrency=max(at_once for _, at_once in args.cells),
-            gpus=args.gpus,
-            gpu_memory=args.gpu_memory,
-            start_seconds=args.start_seconds,
-            server_args=args.server_args,
+            *models.by_device(Path(folder) / "model", args.device),
+            max(length for length, _ in args.cells) + args.output_tokens + 16,
+            max(at_once for _, at_once in args.cells),
+            args.start_seconds,
+            args.server_args,
         )
-        with started(setup, args.engines) as variants, turns.turn(math.inf):
+        with (
+            started(setup, args.engines, args.gpus, args.gpu_memory) as variants,
+            turns.turn(math.inf),
+        ):
             rows = measure(args, variants, keep)
     print(markdown(rows, about))
     return 0

@@ -34,15 +34,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import engines
+import load
+import models
 import pages
 import repository  # noqa: F401
-from handovers.variants import Setup
+from engines import OURS, Engine, Setup
+from load import Stream
 from machine import load_average, machine
-from moving import engines
-from moving.engines import BOUND_SECONDS, Admin, Shape
-from moving.streams import MAX_RANK, Span, Stream, figures, ranks, until
+from moving.admin import BOUND_SECONDS, Admin
+from moving.streams import MAX_RANK, Span, figures, ranks, until
 
-from tests.kit import cluster
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.servers import ProxyServer, VllmServer
 from vllm_commext.bench.figures import quantile
@@ -67,7 +69,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--roles", nargs="+", choices=engines.ROLES, default=["prefill", "decode", "decode"])
+    add("--roles", nargs="+", choices=tuple(engines.ROLES), default=["prefill", "decode", "decode"])
     add("--gpus", nargs="+", default=[], help="of each engine")
     add("--kv-gib", nargs="+", type=float, default=[], help="KV cache of each engine on a GPU")
     add("--faults", nargs="+", choices=(DRAIN, KILL), default=[DRAIN, KILL])
@@ -137,10 +139,7 @@ class Run:
         await self._admin.until_usable(self._session, [old.url])
         streams = [self._stream(fault) for _ in range(self._args.streams[fault])]
         before, read_before = scrape(self._proxy.url), scrape(new.url)
-        tasks = [
-            asyncio.create_task(one.read(self._session, self._proxy.url, cluster.MODEL_NAME))
-            for one in streams
-        ]
+        tasks = [asyncio.create_task(one.read(self._session, self._proxy.url)) for one in streams]
         try:
             await self._until(streams, 1)
             steady = time.monotonic()
@@ -193,7 +192,7 @@ class Run:
     async def _judged(self, engine: VllmServer, streams: Sequence[Stream]) -> dict[str, int]:
         """How many tokens of some answers were judged, and how many are wrong."""
         whole = [one for one in streams if not one.error][: self._args.checked]
-        asked = (ranks(self._session, engine.url, cluster.MODEL_NAME, one) for one in whole)
+        asked = (ranks(self._session, engine.url, one) for one in whole)
         found = [rank for one in await asyncio.gather(*asked) for rank in one]
         wrong = sum(rank > MAX_RANK for rank in found)
         return {"judged": len(found), "wrong": wrong, "first": sum(rank == 1 for rank in found)}
@@ -254,42 +253,61 @@ async def run(
     rows: list[dict[str, Any]],
 ) -> None:
     """Warm the engines up, and have all faults."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with load.new_session() as session:
         await admin.until_usable(session, [one.url for one in decode])
         warming = [Stream([LEAST_TOKEN + n] * 2 * args.step, 32) for n in range(4)]
         for one in warming:
             one.prompt = one.prompt[: args.prompt_tokens]
-        await asyncio.gather(*(one.read(session, proxy.url, cluster.MODEL_NAME) for one in warming))
+        await asyncio.gather(*(one.read(session, proxy.url) for one in warming))
         if broken := [one.error for one in warming if one.error]:
             raise RuntimeError(f"expected answers at the start, got {broken[0]}")
         await Run(args, proxy, admin, decode, session).all(rows)
 
 
-def measure(
-    args: argparse.Namespace, folder: Path, about: dict[str, Any], rows: list[dict[str, Any]]
-) -> None:
-    """Start everything, add the rows, and stop it."""
-    begun = time.monotonic()
-    longest = args.prompt_tokens + max(args.answer_tokens.values()) + 16
+def servers_of(args: argparse.Namespace, folder: Path) -> list[VllmServer]:
+    """All engines, not started."""
+    step = ["--max-num-batched-tokens", str(args.step)]
     setup = Setup(
         args.device,
         folder,
-        max_tokens=longest,
-        concurrency=max(args.streams.values()),
-        gpus=args.gpus,
-        gpu_memory=0.0,
+        *models.by_device(folder / "model", args.device),
+        max_tokens=args.prompt_tokens + max(args.answer_tokens.values()) + 16,
+        max_requests=2 * max(args.streams.values()),
         start_seconds=args.start_seconds,
         server_args=args.server_args,
     )
-    shapes = [Shape(*one) for one in zip(args.roles, args.gpus, args.kv_gib, strict=True)]
-    made = engines.make(setup, shapes, args.step, args.connector_extra)
-    admin = Admin(setup)
-    proxy = engines.proxy(setup, shapes, made, admin, args.proxy_args)
-    with cluster.all_ready(made), proxy:
+    small = engines.SMALL_CACHE if args.device == "cpu" else ()
+    return [
+        engines.server(
+            setup,
+            Engine(
+                f"{role}-{number}",
+                OURS,
+                gpu=str(args.gpus[number]),
+                kv_bytes=int(args.kv_gib[number] * (1 << 30)),
+                policy="recompute",
+                extra=args.connector_extra,
+                args=[*step, *small],
+            ),
+        )
+        for number, role in enumerate(args.roles)
+    ]
+
+
+def measure(
+    args: argparse.Namespace, folder: Path, about: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """Start all servers, add the rows, and stop them."""
+    begun = time.monotonic()
+    made, admin = servers_of(args, folder), Admin(folder)
+    named = [
+        word
+        for role, one in zip(args.roles, made, strict=True)
+        for word in (f"--{'engine' if role == 'both' else role}", one.url)
+    ]
+    proxy = ProxyServer("proxy", [], [], folder, args=[*named, *admin.args, *args.proxy_args])
+    with engines.ready(made), proxy:
         about["seconds to start"] = f"{time.monotonic() - begun:.0f}"
-        print(f"ready after {about['seconds to start']} s", flush=True)
         decode = [one for one, role in zip(made, args.roles, strict=True) if role != "prefill"]
         asyncio.run(run(args, proxy, admin, decode, rows))
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import engine_process
+import models
 import pages
 import repository  # noqa: F401
 import turn
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
-from serving import models
 
 from tests.kit import gpu_ranks
 

@@ -16,86 +16,158 @@ of every process under load, and that of silence. Answers of off and on are comp
 
 import argparse
 import os
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import engines
+import load
 import repository  # noqa: F401
+from engines import NONE, OURS, VLLM, Engine, Variant, alone
+from load import Stream
 from machine import load_average, machine
-from serving import cpu, figures, load, report
-from serving.figures import Sample
-from serving.models import MODELS, write_model
-from serving.servers import (
-    CELLS,
-    SETTLE_SECONDS,
-    VARIANTS,
-    Setup,
-    Variant,
-    active,
-    alone,
-    left_in_shared_memory,
-    started,
-)
+from models import MODELS, write_model
+from serving import cpu, figures, report
+from serving.figures import OFF, ON, VARIANTS, Sample
+
+from tests.kit import cluster
+from tests.kit.servers import ProxyServer, Server, VllmServer
+
+SINGLE, PAIR = "single", "1P1D"
+CELLS = (SINGLE, PAIR)
+MAX_MODEL_LEN = {"cpu": 1024, "cuda": 4096}
+ANYWHERE: Mapping[str, str] = {
+    "VLLM_COMMEXT": "1",
+    "VLLM_COMMEXT_STRICT": "1",
+    "VLLM_COMMEXT_SHM_QUEUE": "1",
+    "VLLM_COMMEXT_NIXL": "1",
+}
+TOGGLES: Mapping[str, Mapping[str, str]] = {
+    "cpu": {**ANYWHERE, "VLLM_COMMEXT_CPU_COLLECTIVES": "1"},
+    "cuda": {**ANYWHERE, "VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_REDUCE_RMS": "1"},
+}
+# The executor is named so that a message queue is there with one worker, too.
+ENGINE_ARGS = ("--distributed-executor-backend", "mp", "--no-enable-prefix-caching")
+
+
+def engine(args: argparse.Namespace, setup: engines.Setup, name: str, role: str) -> VllmServer:
+    """One server of a variant, not started; ``role`` is `single`, `prefill` or `decode`."""
+    connector = NONE if role == SINGLE else OURS if name == ON else VLLM
+    on = {**TOGGLES[args.device], **dict(one.split("=", 1) for one in args.on)}
+    one = Engine(
+        f"{name}-{role}",
+        connector,
+        role,
+        gpu=args.gpus[1 if role == "decode" else 0],
+        share=args.gpu_memory,
+        environ=on if name == ON else {"VLLM_COMMEXT": "0"},
+        args=ENGINE_ARGS,
+    )
+    return engines.server(setup, one)
+
+
+@contextmanager
+def started(
+    args: argparse.Namespace, setup: engines.Setup, cell: str
+) -> Iterator[dict[str, Variant]]:
+    """Both variants of a cell, ready."""
+    roles = [SINGLE] if cell == SINGLE else ["prefill", "decode"]
+    made = {name: {role: engine(args, setup, name, role) for role in roles} for name in VARIANTS}
+    every = [one for servers in made.values() for one in servers.values()]
+    with engines.ready(every, one_by_one=args.device == "cuda"), ExitStack() as stack:
+        variants: dict[str, Variant] = {}
+        for name, servers in made.items():
+            front: dict[str, Server] = {**servers}
+            url = servers[roles[0]].url
+            if cell == PAIR:
+                urls = [servers[role].url for role in roles]
+                proxy = ProxyServer(f"{name}-proxy", urls[:1], urls[1:], setup.folder)
+                front["proxy"] = stack.enter_context(proxy)
+                url = proxy.url
+            variants[name] = Variant(url, front)
+        yield variants
+
+
+def active(variants: Mapping[str, Variant]) -> dict[str, list[str]]:
+    """What of ours runs in each engine, by the server's name, from its log.
+
+    Raises ``SystemExit`` where ours is found off, or nothing of it on: nothing would be compared.
+    """
+    found: dict[str, list[str]] = {}
+    for name, variant in variants.items():
+        for role, server in variant.servers.items():
+            if role == "proxy":
+                continue
+            found[server.name] = sorted(server.active())
+            if bool(found[server.name]) != (name == ON):
+                raise SystemExit(f"{server.name}: of ours is active: {found[server.name]}")
+    return found
+
+
+def streams_of(args: argparse.Namespace, count: int) -> list[Stream]:
+    """The first streams of a run, the same in each."""
+    prompts = load.make_prompts(count, args.prompt_tokens, random.Random(1))
+    return [Stream(one, args.output_tokens) for one in prompts]
 
 
 def one_turn(
-    args: argparse.Namespace, variant: Variant, prompts: Sequence[Sequence[int]]
-) -> tuple[load.Outcome, list[figures.Figure]]:
+    args: argparse.Namespace, variant: Variant
+) -> tuple[list[Stream], list[figures.Figure]]:
     """One load on one variant, then silence, and the figures of both."""
-    before = cpu.snapshot(variant.servers)
-    outcome = load.run(variant.url, prompts, args.concurrency, args.output_tokens)
+    streams, before = streams_of(args, args.requests), cpu.snapshot(variant.servers)
+    seconds = load.play(variant.url, streams, args.concurrency)
     spent = cpu.used(before, cpu.snapshot(variant.servers))
-    found = figures.of_load(outcome)
-    found += figures.of_cpu(spent, len(prompts) * args.output_tokens)
-    return outcome, found + (silence(args, variant) if args.idle_seconds else [])
+    found = figures.of_load(streams, seconds)
+    found += figures.of_cpu(spent, args.requests * args.output_tokens)
+    return streams, found + (silence(args, variant) if args.idle_seconds else [])
 
 
 def silence(args: argparse.Namespace, variant: Variant) -> list[figures.Figure]:
     """Figures of some seconds without any request, some time after the last one."""
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(engines.SETTLE_SECONDS)
     before, started_at = cpu.snapshot(variant.servers), time.perf_counter()
     time.sleep(args.idle_seconds)
     after, seconds = cpu.snapshot(variant.servers), time.perf_counter() - started_at
     return figures.of_silence(cpu.used(before, after), seconds)
 
 
-def equal_answers(outcomes: Mapping[str, load.Outcome]) -> str:
+def equal_answers(of: Mapping[str, Sequence[Stream]]) -> str:
     """How many answers are the same from both."""
-    off, on = (outcomes[name].answers for name in VARIANTS)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(off, on, strict=True))
-    return f"{same} of {len(off)}"
+    same = sum(a.ids == b.ids for a, b in zip(of[OFF], of[ON], strict=True))
+    return f"{same} of {len(of[OFF])}"
 
 
 def run_cell(
     args: argparse.Namespace,
-    setup: Setup,
+    setup: engines.Setup,
     cell: str,
     label: str,
     samples: list[Sample],
     save: Callable[[dict[str, str]], None],
 ) -> None:
     """All rounds of one cell, added to ``samples``; ``save`` gets the notes after each."""
-    prompts = load.make_prompts(args.requests, args.prompt_tokens)
     before = set(os.listdir("/dev/shm"))
-    with started(setup, cell) as variants:
+    with started(args, setup, cell) as variants:
         notes = {"active": str(active(variants)), "load average, ready": load_average()}
         for name in variants:
             with alone(variants, name) as one:
-                load.run(one.url, prompts[: args.warm_up], args.concurrency, args.output_tokens)
-        outcomes: dict[str, load.Outcome] = {}
+                load.play(one.url, streams_of(args, args.warm_up), args.concurrency)
+        answers: dict[str, list[Stream]] = {}
         for number in range(args.rounds):
             for name in variants:
                 with alone(variants, name) as one:
-                    outcomes[name], found = one_turn(args, one, prompts)
+                    answers[name], found = one_turn(args, one)
                 samples += [Sample(label, name, number, *figure) for figure in found]
-            equal = equal_answers(outcomes)
+            equal = equal_answers(answers)
             notes[f"equal answers of off and on, round {number + 1}"] = equal
             print(f"{label}, round {number + 1}: {equal} answers equal", flush=True)
             notes["load average, measured"] = load_average()
             save(notes)
-    notes["left in /dev/shm"] = str(left_in_shared_memory(before))
+    notes["left in /dev/shm"] = str(sorted(set(os.listdir("/dev/shm")) - before))
     save(notes)
 
 
@@ -134,6 +206,8 @@ def arguments() -> argparse.Namespace:
 def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.Notes]:
     """All cells; what is there is saved after each round."""
     model, model_args = write_model(args.model, folder / "model", args.device)
+    small = ["--enforce-eager", "--block-size", str(cluster.BLOCK_SIZE)]
+    small = small if args.device == "cpu" else []
     samples: list[Sample] = []
     notes: report.Notes = {
         "machine": machine("nixl", cuda=args.device == "cuda"),
@@ -145,18 +219,16 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Sample], report.No
             label = f"{cell}, {args.model}, TP {tp}"
             place = folder / f"{cell}_tp{tp}"
             place.mkdir(parents=True, exist_ok=True)
-            setup = Setup(
-                model=model,
-                model_args=model_args,
-                tp=tp,
-                device=args.device,
-                gpus=args.gpus,
-                gpu_memory=args.gpu_memory,
-                max_num_seqs=max(args.concurrency, 16),
-                server_args=args.server_args,
-                changes=dict(one.split("=", 1) for one in args.on),
-                folder=place,
-                ready_seconds=args.start_seconds,
+            setup = engines.Setup(
+                args.device,
+                place,
+                model,
+                [*model_args, *small],
+                MAX_MODEL_LEN[args.device],
+                max(args.concurrency, 16),
+                args.start_seconds,
+                args.server_args,
+                tp,
             )
 
             def save(remarks: dict[str, str], label: str = label) -> None:
@@ -172,7 +244,7 @@ def main() -> int:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
         samples, notes = run(args, args.logs or Path(folder))
-    print(report.markdown(samples, notes))
+    print("\n".join(report.markdown(samples, notes)))
     return 0
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from handovers.variants import EIGHT_BILLION
+import engines
+from engines import Engine, Setup
 
-from tests.kit import cluster
-from tests.kit.servers import (
-    CUDA_ENVIRON,
-    LOOPBACK,
-    Server,
-    ServerEndedError,
-    VllmServer,
-    free_port,
-)
-from tests.kit.tiny_model import write_tiny_model, write_tokenizer
+from tests.kit.servers import Server, ServerEndedError, VllmServer
 from vllm_commext.errors import CommextTimeoutError
 
 BOTH, NIXL = "both", "nixl"
 PLAIN = "plain"
 """Kinds of sets: ours, where every engine both prefills and decodes; vLLM's connector; none."""
-# vLLM looks at this share of a GPU before it starts, even where it is told how much to take.
-STARTING_SHARE = 0.05
+CONNECTORS = {BOTH: engines.OURS, NIXL: engines.VLLM, PLAIN: engines.NONE}
 
 
 @dataclass(frozen=True)
@@ -43,71 +32,32 @@ class EngineSet:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all engines have in common.
+class Places:
+    """Where a set's engines run.
 
-    gpus: a device each, as for CUDA_VISIBLE_DEVICES; gpu_memory: share of one for each engine on
-    it; kv_bytes: of KV cache for each engine instead, with which all sets start at once; extra:
-    of our connector's configuration.
+    gpus: a device each, as for CUDA_VISIBLE_DEVICES; share: of one for each engine on it; kv_bytes:
+    of KV cache for each engine instead, with which all sets start at once; extra: of our
+    connector's configuration.
     """
 
-    device: str
-    folder: Path
     gpus: Sequence[str]
-    gpu_memory: float
+    share: float
     kv_bytes: int
-    max_tokens: int
-    max_requests: int
-    start_seconds: float
     extra: Mapping[str, Any]
-    server_args: Sequence[str]
 
 
-def write_model(setup: Setup) -> tuple[Path, list[str]]:
-    """The model's folder and vLLM's options for it: tiny on CPUs, eight billion on GPUs."""
-    folder = setup.folder / "model"
-    if setup.device == "cpu":
-        sizes = ["--block-size", str(cluster.BLOCK_SIZE), "--num-gpu-blocks-override", "2048"]
-        return write_tiny_model(folder), ["--dtype", "float32", "--enforce-eager", *sizes]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(EIGHT_BILLION, indent=1))
-    write_tokenizer(folder, EIGHT_BILLION["vocab_size"])
-    return folder, ["--load-format", "dummy", "--dtype", "bfloat16"]
-
-
-def _server(
-    setup: Setup, chosen: EngineSet, place: int, model: Path, options: Sequence[str]
-) -> VllmServer:
-    environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
-    config: dict[str, Any] | None = None
-    if chosen.kind != PLAIN:
-        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        config |= {"kv_load_failure_policy": "fail", "kv_buffer_device": setup.device}
-        environ |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        }
-    if chosen.kind == BOTH:
-        environ |= {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_STRICT": "1"}
-        config |= {"kv_connector": cluster.CONNECTOR, "kv_connector_extra_config": setup.extra}
-    args = ["--served-model-name", cluster.MODEL_NAME, str(model), *options]
-    args += ["--max-num-batched-tokens", str(chosen.step)]
-    args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.max_requests)]
-    if setup.device == "cuda":
-        share = STARTING_SHARE if setup.kv_bytes else setup.gpu_memory
-        args += ["--gpu-memory-utilization", str(share)]
-        args += ["--kv-cache-memory-bytes", str(setup.kv_bytes)] if setup.kv_bytes else []
-        environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[place]
-    return VllmServer(
-        f"{chosen.kind}-{chosen.step}-{place}",
-        model,
-        setup.folder,
-        kv_transfer_config=config,
-        args=[*args, *setup.server_args],
-        environ=environ,
-        base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
-        ready_seconds=setup.start_seconds,
+def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> VllmServer:
+    small = engines.SMALL_CACHE if setup.device == "cpu" else ()
+    one = Engine(
+        f"{chosen.kind}-{chosen.step}-{number}",
+        CONNECTORS[chosen.kind],
+        gpu=places.gpus[number],
+        share=places.share,
+        kv_bytes=places.kv_bytes,
+        extra=places.extra,
+        args=["--max-num-batched-tokens", str(chosen.step), *small],
     )
+    return engines.server(setup, one)
 
 
 def _ready(chosen: EngineSet, servers: Sequence[Server]) -> bool:
@@ -132,15 +82,16 @@ def stop_all(servers: Sequence[Server]) -> None:
 
 
 @contextmanager
-def started(setup: Setup, sets: Sequence[EngineSet]) -> Iterator[dict[EngineSet, list[VllmServer]]]:
+def started(
+    setup: Setup, places: Places, sets: Sequence[EngineSet]
+) -> Iterator[dict[EngineSet, list[VllmServer]]]:
     """All sets whose engines start.  One after the other where each looks at the memory that is
     free, else at once."""
-    model, options = write_model(setup)
     made = {
-        chosen: [_server(setup, chosen, n, model, options) for n in range(len(setup.gpus))]
+        chosen: [_server(setup, chosen, places, n) for n in range(len(places.gpus))]
         for chosen in sets
     }
-    at_once = setup.device == "cpu" or setup.kv_bytes > 0
+    at_once = setup.device == "cpu" or places.kv_bytes > 0
     everything = [server for servers in made.values() for server in servers]
     found: dict[EngineSet, list[VllmServer]] = {}
     try:

@@ -3,27 +3,15 @@ without and with its proxy."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from serving.servers import Variant
+import engines
+from engines import NONE, VLLM, Engine, Setup, Variant
+from engines import OURS as CONNECTOR
 
-from tests.kit import cluster
 from tests.kit.metrics import Metrics
-from tests.kit.servers import (
-    CUDA_ENVIRON,
-    LOOPBACK,
-    ProxyServer,
-    Server,
-    VllmServer,
-    free_port,
-)
-from tests.kit.tiny_kinds import BOS_ID, EOS_ID
-from tests.kit.tiny_model import write_tiny_model, write_tokenizer
+from tests.kit.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
 
 PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS = "plain", "vLLM's", "vLLM's, BLHNC", "ours"
 OURS_HND = "ours, HND"
@@ -54,54 +42,8 @@ NAMES = (PLAIN, PLAIN_PROXY, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
 _PATIENT = ("--health-timeout", "600", "--engine-lost", "3600")
 LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
-EIGHT_BILLION: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "vocab_size": 32000,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": BOS_ID,
-    "eos_token_id": EOS_ID,
-    "tie_word_embeddings": False,
-}
 _OURS = "vllm:commext_nixl_"
 _THEIRS = "vllm:nixl_"
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all servers of a run have in common.
-
-    ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
-    memory for each of the servers on it; ``server_args``: for every vLLM.
-    """
-
-    device: str
-    folder: Path
-    max_tokens: int
-    concurrency: int
-    gpus: Sequence[str]
-    gpu_memory: float
-    start_seconds: float
-    server_args: Sequence[str] = ()
-
-
-def write_model(setup: Setup) -> tuple[Path, list[str]]:
-    """The model's folder and vLLM's options for it: tiny on CPUs, eight billion on GPUs."""
-    folder = setup.folder / "model"
-    if setup.device == "cpu":
-        return write_tiny_model(folder), ["--dtype", "float32", "--enforce-eager"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(EIGHT_BILLION, indent=1))
-    write_tokenizer(folder, EIGHT_BILLION["vocab_size"])
-    return folder, ["--load-format", "dummy", "--dtype", "bfloat16"]
 
 
 def _servers_of(name: str) -> str:
@@ -111,67 +53,46 @@ def _servers_of(name: str) -> str:
     return OURS_MAPPED if name in (OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED) else OURS
 
 
-def _server(setup: Setup, name: str, role: str, model: Path, options: Sequence[str]) -> VllmServer:
-    environ: dict[str, str] = {"VLLM_COMMEXT": "0"}
-    if name in _ALL_OURS:
-        environ = {"VLLM_COMMEXT_STRICT": "1"}
-    if name in LAYOUTS:
-        environ["VLLM_KV_CACHE_LAYOUT"] = LAYOUTS[name]
-    config: dict[str, Any] | None = None
-    if name != PLAIN:
-        port = free_port()
-        ours = name in _ALL_OURS
-        environ |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        }
-        config = {
-            "kv_connector": cluster.CONNECTOR if ours else "NixlConnector",
-            "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-            "kv_load_failure_policy": "fail",
-            "kv_buffer_device": setup.device,
-        }
-        if ours:
-            config["kv_connector_extra_config"] = {
-                "first_token_from_prefill": name != OURS_SAMPLING,
-                "mapped_reads": "auto" if name == OURS_MAPPED else "never",
-            }
-    args = ["--served-model-name", cluster.MODEL_NAME, "--no-enable-prefix-caching", *options]
-    args += setup.server_args
-    args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.concurrency)]
-    if setup.device == "cuda":
-        args += ["--gpu-memory-utilization", str(setup.gpu_memory)]
-        environ["CUDA_VISIBLE_DEVICES"] = setup.gpus[1 if role == "decode" else 0]
-    return VllmServer(
+def _server(
+    setup: Setup, name: str, role: str, gpus: Sequence[str], gpu_memory: float
+) -> VllmServer:
+    ours = name in _ALL_OURS
+    extra = {
+        "first_token_from_prefill": name != OURS_SAMPLING,
+        "mapped_reads": "auto" if name == OURS_MAPPED else "never",
+    }
+    one = Engine(
         f"{name.replace(', ', '-')}-{role}",
-        model,
-        setup.folder,
-        kv_transfer_config=config,
-        args=args,
-        environ=environ,
-        base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
-        ready_seconds=setup.start_seconds,
+        CONNECTOR if ours else NONE if name == PLAIN else VLLM,
+        role,
+        gpu=gpus[1 if role == "decode" else 0],
+        share=gpu_memory,
+        extra=extra,
+        environ={"VLLM_KV_CACHE_LAYOUT": LAYOUTS[name]} if name in LAYOUTS else {},
+        args=["--no-enable-prefix-caching"],
     )
+    return engines.server(setup, one)
 
 
 @contextmanager
-def started(setup: Setup, names: Sequence[str]) -> Iterator[dict[str, Variant]]:
-    """All servers, ready; one after the other on a GPU, for each looks at how much memory is
-    free. Those with a proxy share the servers of ours without."""
-    model, options = write_model(setup)
-    is_shared = setup.device == "cuda" and setup.gpus[0] == setup.gpus[1]
-    with ExitStack() as stack:
-        made: dict[str, dict[str, VllmServer]] = {}
-        for name in dict.fromkeys(map(_servers_of, names)):
-            made[name] = servers = {}
-            for role in ["plain"] if name == PLAIN else ["prefill", "decode"]:
-                servers[role] = _server(setup, name, role, model, options)
-                stack.callback(servers[role].stop)
-                servers[role].start()
-                if is_shared:
-                    servers[role].wait_ready()
-            for role, server in servers.items():
-                print(f"{name}, {role}: {server.wait_ready():.0f} s to start", flush=True)
+def started(
+    setup: Setup, names: Sequence[str], gpus: Sequence[str], gpu_memory: float
+) -> Iterator[dict[str, Variant]]:
+    """All servers, ready. Those with a proxy share the servers of ours without.
+
+    ``gpus``: of the prefill (or plain) and of the decode server; ``gpu_memory``: share of a GPU's
+    memory for each of the servers on it.
+    """
+    made = {
+        name: {
+            role: _server(setup, name, role, gpus, gpu_memory)
+            for role in (["plain"] if name == PLAIN else ["prefill", "decode"])
+        }
+        for name in dict.fromkeys(map(_servers_of, names))
+    }
+    every = [one for servers in made.values() for one in servers.values()]
+    is_shared = setup.device == "cuda" and gpus[0] == gpus[1]
+    with engines.ready(every, one_by_one=is_shared), ExitStack() as stack:
         variants: dict[str, Variant] = {}
         for name in names:
             front: dict[str, Server] = {**made[_servers_of(name)]}

@@ -4,10 +4,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from serving.cpu import GLOO, INNER
-from serving.load import Outcome
-from serving.servers import OFF, ON
+from load import Stream
 
+from serving.cpu import GLOO, INNER
+from vllm_commext.bench.figures import quantile
+
+OFF, ON = "off", "on"
+VARIANTS = (OFF, ON)
 TOKENS_PER_SECOND = "output tokens/s"
 PERCENT = "% of a core"
 
@@ -39,27 +42,21 @@ class Row(NamedTuple):
     ratios: tuple[float, float, float]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
-
-
-def of_load(outcome: Outcome) -> list[Figure]:
-    """What the client sees."""
-    answers = outcome.answers
+def of_load(streams: Sequence[Stream], seconds: float) -> list[Figure]:
+    """What the client sees; a time per output token is the mean after the first."""
+    each = [one.token_seconds() for one in streams]
     times = {
-        "time to first token": [1e3 * answer.first_seconds for answer in answers],
-        "time per output token": [1e3 * answer.seconds_per_token for answer in answers],
-        "whole request": [1e3 * answer.last_seconds for answer in answers],
+        "time to first token": [1e3 * one[0] for one in each],
+        "time per output token": [1e3 * (one[-1] - one[0]) / max(len(one) - 1, 1) for one in each],
+        "whole request": [1e3 * one[-1] for one in each],
     }
     found = [
         (f"{name}, {label}", "ms", quantile(values, share))
         for name, values in times.items()
         for label, share in (("p50", 0.5), ("p99", 0.99))
     ]
-    num_tokens = sum(len(answer.token_ids) for answer in answers)
-    return [*found, ("throughput", TOKENS_PER_SECOND, num_tokens / outcome.seconds)]
+    num_tokens = sum(map(len, each))
+    return [*found, ("throughput", TOKENS_PER_SECOND, num_tokens / seconds)]
 
 
 def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[Figure]:

@@ -1,10 +1,12 @@
-"""Models that are made on the spot: the tiny ones of the tests, and two for GPUs with layers as
+"""Models that are made on the spot: the tiny ones of the tests, and some for GPUs with layers as
 large as real ones, whose weights vLLM draws by itself."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import repository  # noqa: F401
 
 from tests.kit.tiny_kinds import BOS_ID, EOS_ID, KINDS
 from tests.kit.tiny_model import write_tiny_model, write_tokenizer
@@ -30,6 +32,18 @@ LARGE: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     },
+    "8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 40960,
+    },
     "minimax": {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",
@@ -51,6 +65,14 @@ LARGE: Mapping[str, Mapping[str, Any]] = {
     },
 }
 MODELS = (*KINDS, *LARGE)
+
+
+def by_device(folder: Path, device: str) -> tuple[Path, list[str]]:
+    """The model of most benchmarks: a tiny one on CPUs, 8B-shaped on GPUs."""
+    if device == "cuda":
+        return write_model("8b", folder, device)
+    model, options = write_model("llama", folder, device)
+    return model, [*options, "--enforce-eager"]
 
 
 def write_model(kind: str, folder: Path, device: str) -> tuple[Path, list[str]]:
