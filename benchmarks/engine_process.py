@@ -52,10 +52,7 @@ def run_program(
 
 
 class EngineProcess:
-    """A script that serves, in a session of its own; what it writes is read by a thread.
-
-    `root`: of the checkout whose package it imports.
-    """
+    """A script that serves, in a session of its own; what it writes is read by a thread."""
 
     def __init__(
         self,
@@ -63,10 +60,9 @@ class EngineProcess:
         script: str,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        root: Path = ROOT,
     ) -> None:
         self.name = name
-        python_path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, script, *arguments],
             env={**os.environ, **environ, "PYTHONPATH": python_path},

@@ -38,7 +38,6 @@ from typing import Any
 
 import models
 import pages
-import repository
 from engines import Setup
 from goodputs import contestants, plays, report
 from goodputs.contestants import NAMES, Contestant, limits_of
@@ -99,7 +98,7 @@ def arguments() -> argparse.Namespace:
     add("--kv-gib", type=float, default=0.0, help="KV cache of each engine: all start at once")
     add("--connector-extra", type=json.loads, default={}, metavar="JSON")
     add("--start-seconds", type=float, default=400.0, help="for an engine to become ready")
-    add("--commit", help="of this checkout, where git is not there to ask")
+    add("--commit", default="?")
     add("--again", type=Path, metavar="FILE.jsonl", help="tables of an earlier run; runs nothing")
     add("--logs", type=Path, help="keep the servers' logs there")
     add("--out", type=Path, required=True)
@@ -116,18 +115,6 @@ def cells(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     if unknown := [name for name, _ in found if name not in (*WORKLOADS, TRACE)]:
         raise SystemExit(f"--workloads: expected some of {[*WORKLOADS, TRACE]}, got {unknown}")
     return [(name, (rates or args.rates).split(",")) for name, rates in found]
-
-
-def commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "-C", str(repository.ROOT), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "?"
 
 
 def setup_of(args: argparse.Namespace, folder: Path) -> Setup:
@@ -260,7 +247,7 @@ def main() -> int:
     about = {
         "machine": machine("nixl", "torch", cuda=args.device == "cuda"),
         "GPUs": num_gpus,
-        "commit": args.commit or commit(),
+        "commit": args.commit,
         "command": shlex.join(["python", *sys.argv]),
         "arrivals": f"{args.seconds:g} s a round, the same in each",
         "warm-up": f"{args.warm_up_seconds:g} s each",

@@ -1,12 +1,11 @@
 """The hand-over from prefill to decode: from the prefill server's answer to the decode server's
 first token, and what it is made of.
 
-A plain server, the same behind the proxy, vLLM's NixlConnector as it comes and with
-`VLLM_KV_CACHE_LAYOUT=BLHNC`, ours, ours with all first tokens sampled by the decode server, and
-ours behind the proxy, which asks one server after the other, or both at once, so that chunks are
-read while the prefill runs and first tokens sent before that; on GPUs also ours in the old layout,
-and with the prefill server's memory mapped. All take turns, each while the others are stopped, in
-another order each round, and each after a short request that wakes its processes up. The read's
+A plain server, the same behind the proxy, vLLM's NixlConnector, ours, ours with all first tokens
+sampled by the decode server, and ours behind the proxy, which asks one server after the other, or
+both at once, so that chunks are read while the prefill runs and first tokens sent before that; on
+GPUs also with the prefill server's memory mapped. All take turns, each while the others are
+stopped, in another order each round, and each after a short request that wakes them up. The read's
 share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
 scheduling, the last token. Where the first token comes from the prefill server it does not wait for
 the read, and what the hand-over costs shows in the second one. "CPU" is the processor time of all

@@ -8,8 +8,8 @@ sees it that asked (mean, median, 99th percentile), and the CPU time of all proc
 Weights are random, multicast is off for both. Writes a page and its JSON after every round. Says
 too whose queue each worker has, and how many answers are equal.
 
-With `--other FOLDER` a third engine has the queue of another checkout, built there. `--cpu` runs a
-tiny model on CPUs, whose workers sum by Gloo unless VLLM_COMMEXT_CPU_COLLECTIVES says otherwise.
+`--cpu` runs a tiny model on CPUs, whose workers sum by Gloo unless VLLM_COMMEXT_CPU_COLLECTIVES
+says otherwise.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import engine_process
 import models
 import pages
 import repository  # noqa: F401
@@ -34,8 +33,7 @@ from engine_process import ANSWER, READY, EngineProcess, run_program, say
 
 from tests.kit import gpu_ranks
 
-VLLM, OURS, OTHER = "vllm", "ours", "other"
-TITLES = {VLLM: "vLLM's", OURS: "ours", OTHER: "the other's"}
+VLLM, OURS = "vllm", "ours"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 PROMPT = 64  # tokens
 SKIPPED = 8  # steps at the beginning and at the end of an answer, when not all requests run
@@ -183,8 +181,7 @@ def start(name: str, args: argparse.Namespace, model: Path) -> EngineProcess:
     words = ["--tp", str(args.tp), "--model", str(model), "--output", str(args.output)]
     words += ["--requests", *map(str, args.requests)] + (["--cpu"] if args.cpu else [])
     environ = {**ENVIRON, TOGGLE: "0" if name == VLLM else "1"}
-    root = args.other.resolve() if name == OTHER else engine_process.ROOT
-    return EngineProcess(name, __file__, words, environ, root)
+    return EngineProcess(name, __file__, words, environ)
 
 
 @contextlib.contextmanager
@@ -193,8 +190,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, EngineProcess]]:
     with tempfile.TemporaryDirectory() as folder:
         kind, device = ("llama", "cpu") if args.cpu else ("dense", "cuda")
         model, _ = models.write_model(kind, Path(folder) / "model", device)
-        names = [VLLM, OURS, OTHER] if args.other else [VLLM, OURS]
-        made = {name: start(name, args, model) for name in names}
+        made = {name: start(name, args, model) for name in (VLLM, OURS)}
         try:
             yield made
         finally:
@@ -223,8 +219,8 @@ def p99(gaps: Sequence[float]) -> float:
 
 
 def rows_of(rounds: Rounds) -> list[dict[str, Any]]:
-    """A row a figure and number of requests: medians of the rounds, and every other engine's
-    figure divided by ours."""
+    """A row a figure and number of requests: medians of the rounds, and vLLM's figure divided by
+    ours."""
     for of in rounds:
         for cells in of.values():
             for figures in cells.values():
@@ -234,17 +230,15 @@ def rows_of(rounds: Rounds) -> list[dict[str, Any]]:
         for key, label in FIGURES.items():
             values = {name: [of[name][requests][key] for of in rounds] for name in rounds[0]}
             medians = {name: statistics.median(of) for name, of in values.items()}
-            better = {}
-            for name in values.keys() - {OURS}:
-                pairs = zip(values[name], values[OURS], strict=True)
-                ratios = sorted(theirs / max(ours, 1e-3) for theirs, ours in pairs)
-                better[name] = statistics.median(ratios), ratios[0], ratios[-1]
+            pairs = zip(values[VLLM], values[OURS], strict=True)
+            ratios = sorted(theirs / max(ours, 1e-3) for theirs, ours in pairs)
+            better = statistics.median(ratios), ratios[0], ratios[-1]
             rows.append({"requests": requests, "figure": label, **medians, "better by": better})
         pooled = {
             name: p99([g for of in rounds for g in of[name][requests]["gaps"]])
             for name in rounds[0]
         }
-        better = {name: [pooled[name] / pooled[OURS]] * 3 for name in pooled.keys() - {OURS}}
+        better = (pooled[VLLM] / pooled[OURS],) * 3
         label = "between two tokens, p99 of all rounds together, ms"
         rows.append({"requests": requests, "figure": label, **pooled, "better by": better})
     return rows
@@ -264,19 +258,15 @@ def equal_answers(rounds: Rounds) -> str:
 def markdown(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The report as a page."""
     lines = pages.head("An engine with vLLM's message queue and with ours", facts)
-    names = [VLLM, OURS, OTHER] if OTHER in rows[0] else [VLLM, OURS]
-    others = [name for name in names if name != OURS]
-    lines += ["Medians of the rounds; better by: another's / ours, median of the rounds' own"]
-    lines += ["ratios (smallest to largest); above 1 is in our favour.", ""]
-    heads = [TITLES[name] for name in names]
-    heads += [f"better by, against {TITLES[name]}" for name in others]
+    lines += ["Medians of the rounds; speedup: vLLM's / ours, median of the rounds' own ratios"]
+    lines += ["(smallest to largest); above 1 is in our favour.", ""]
     found = []
     for row in rows:
-        cells = [f"{row[name]:.3f}" for name in names]
-        ratios = [row["better by"][name] for name in others]
-        cells += [f"{middle:.3f} ({least:.3f} to {most:.3f})" for middle, least, most in ratios]
-        found.append([str(row["requests"]), row["figure"], *cells])
-    return lines + pages.table(["requests", "figure", *heads], found)
+        middle, least, most = row["better by"]
+        speedup = f"{middle:.3f} ({least:.3f} to {most:.3f})"
+        medians = [f"{row[name]:.3f}" for name in (VLLM, OURS)]
+        found.append([str(row["requests"]), row["figure"], *medians, speedup])
+    return lines + pages.table(["requests", "figure", "vLLM's", "ours", "speedup"], found)
 
 
 def write(args: argparse.Namespace, rounds: Rounds, queues: Mapping[str, Any]) -> None:
@@ -338,7 +328,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="bound for the whole run")
     parser.add_argument("--measure-seconds", type=float, default=100.0, help="of these, for rounds")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="at a time")
-    parser.add_argument("--other", type=Path, help="another checkout, whose queue is a third")
     return run_program(parser, serve, compare)
 
 

@@ -29,11 +29,10 @@ from message_queue.cases import (
     Cell,
     groups,
     one_round,
-    pickling_us,
     step_encoding_us,
 )
 from message_queue.links import PLACEMENTS, VARIANTS, linked, placed
-from message_queue.report import Bottom, markdown, save
+from message_queue.report import markdown, save
 
 
 def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
@@ -96,14 +95,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    bottom = Bottom(pickling_us(), step_encoding_us())
+    alone = step_encoding_us()
     cells: list[Cell] = []
     for placement in args.placements:
         for n_readers in args.readers:
             cells += run(args, placement, n_readers)
             if args.out:
-                save(cells, bottom, args.rounds, args.variants, args.out)
-    print(markdown(cells, bottom, args.rounds, args.variants))
+                save(cells, alone, args.rounds, args.variants, args.out)
+    print(markdown(cells, alone, args.rounds, args.variants))
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What is compared: a plain server, vLLM's connector as it comes and with a layout, and ours; ours
-without and with its proxy."""
+"""What is compared: a plain server, vLLM's connector, and ours without and
+with its proxy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from engines import OURS as CONNECTOR
 from tests.kit.metrics import Metrics
 from tests.kit.servers import LOOPBACK, ProxyServer, Server, VllmServer, free_port
 
-PLAIN, IN_TREE, IN_TREE_LAYOUT, OURS = "plain", "vLLM's", "vLLM's, BLHNC", "ours"
-OURS_HND = "ours, HND"
-"""Ours in the layout that it asked for before vLLM had others."""
+PLAIN, IN_TREE, OURS = "plain", "vLLM's", "ours"
 OURS_SAMPLING = "ours, D samples all"
 """Ours with every first token sampled by the decode server."""
 OURS_PROXY, OURS_STREAMED = "ours, proxy", "ours, proxy, streamed"
@@ -33,15 +31,14 @@ PROXIED: Mapping[str, Sequence[str]] = {
     OURS_PROXY_MAPPED: ["--stream-chunks", "never"],
     OURS_STREAMED_MAPPED: [],
 }
-ON_GPUS_ONLY = (IN_TREE_LAYOUT, OURS_HND, OURS_MAPPED, OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED)
-"""vLLM's attention on CPUs takes one layout, and host memory is not mapped."""
+ON_GPUS_ONLY = (OURS_MAPPED, OURS_PROXY_MAPPED, OURS_STREAMED_MAPPED)
+"""Host memory is not mapped."""
 PLAINS = (PLAIN, PLAIN_PROXY)
 _OURS_PROXIED = (one for one in PROXIED if one != PLAIN_PROXY)
-_ALL_OURS = (OURS_HND, OURS_SAMPLING, OURS, OURS_MAPPED, *_OURS_PROXIED)
-NAMES = (PLAIN, PLAIN_PROXY, IN_TREE, IN_TREE_LAYOUT, *_ALL_OURS)
+_ALL_OURS = (OURS_SAMPLING, OURS, OURS_MAPPED, *_OURS_PROXIED)
+NAMES = (PLAIN, PLAIN_PROXY, IN_TREE, *_ALL_OURS)
 # A proxy that was stopped in others' turns must not take that for an outage of the engines.
 _PATIENT = ("--health-timeout", "600", "--engine-lost", "3600")
-LAYOUTS: Mapping[str, str] = {IN_TREE_LAYOUT: "BLHNC", OURS_HND: "HND"}
 _OURS = "vllm:commext_nixl_"
 _THEIRS = "vllm:nixl_"
 
@@ -68,7 +65,6 @@ def _server(
         gpu=gpus[1 if role == "decode" else 0],
         share=gpu_memory,
         extra=extra,
-        environ={"VLLM_KV_CACHE_LAYOUT": LAYOUTS[name]} if name in LAYOUTS else {},
         args=["--no-enable-prefix-caching"],
     )
     return engines.server(setup, one)

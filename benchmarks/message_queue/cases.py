@@ -68,25 +68,6 @@ def payloads(sizes: Sequence[int]) -> dict[str, Any]:
     return made
 
 
-def pickling_us() -> dict[str, float]:
-    """What a round trip of 100 KiB, and a step, take of ours without any queue: to the parts of a
-    record and back, there and back."""
-    from vllm_commext.shm.codec import Encoder, decode
-
-    encode, found = Encoder().encode, {}
-    for case, obj in payloads([ARRAYS_FROM]).items():
-        record = encode(obj)
-        parts = record if isinstance(record, bytes) else [owned(part) for part in record]
-        times = []
-        for _ in range(2000):
-            started = time.perf_counter_ns()
-            encode(obj)
-            decode(parts)
-            times.append((time.perf_counter_ns() - started) / 500)
-        found[case] = percentile(times, 0.5)
-    return found
-
-
 def step_encoding_us() -> dict[str, dict[str, float]]:
     """Microseconds of a step of so many requests without any queue, by what encodes it: the call to
     a record, the record to the call, and the same for the answer, together."""
@@ -110,10 +91,6 @@ def step_encoding_us() -> dict[str, dict[str, float]]:
                 times.append((time.perf_counter_ns() - started) / 1e3)
             of_kind[name] = percentile(times, 0.5)
     return found
-
-
-def owned(part: Any) -> bytes | bytearray:
-    return part if isinstance(part, bytes) else bytearray(part)
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -5,7 +5,6 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from machine import load_average, machine
 
@@ -16,12 +15,8 @@ OURS, VLLM = "ours", "vllm"
 HIGHER_IS_BETTER = "messages/s"
 
 
-class Bottom(NamedTuple):
-    """What no queue can be faster than: microseconds of pickling alone, and of encoding steps by
-    each way."""
-
-    pickling: dict[str, float]
-    steps: dict[str, dict[str, float]]
+Steps = dict[str, dict[str, float]]
+"""Microseconds of encoding steps alone, by each way: what no queue can be faster than."""
 
 
 def medians(cells: list[Cell]) -> dict[Key, dict[str, float]]:
@@ -48,11 +43,9 @@ def _machine(rounds: int) -> str:
     return f"{machine()}, {ends}; medians of {rounds} rounds in which all take turns"
 
 
-def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -> str:
+def markdown(cells: list[Cell], alone: Steps, rounds: int, names: list[str]) -> str:
     lines = ["# The message queue", "", _machine(rounds), "", "    " + shlex.join(sys.argv), ""]
-    pickling = ", ".join(f"{case} {found:.1f} us" for case, found in bottom.pickling.items())
-    lines += ["", f"Pickling and unpickling for a round trip of ours, alone: {pickling}."]
-    for case, ways in bottom.steps.items():
+    for case, ways in alone.items():
         shown = ", ".join(f"{found:.1f} us by {way}" for way, found in ways.items())
         lines += ["", f"Encoding and decoding a {case} there and back, alone: {shown}."]
     lines += ["", f"| placement | readers | case | unit | {' | '.join(names)} | speedup |"]
@@ -65,13 +58,12 @@ def markdown(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str]) -
     return "\n".join(lines) + "\n"
 
 
-def save(cells: list[Cell], bottom: Bottom, rounds: int, names: list[str], out: Path) -> None:
+def save(cells: list[Cell], alone: Steps, rounds: int, names: list[str], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(markdown(cells, bottom, rounds, names))
+    out.with_suffix(".md").write_text(markdown(cells, alone, rounds, names))
     rows = {
         "machine": _machine(rounds),
-        "pickling": bottom.pickling,
-        "steps": bottom.steps,
+        "steps": alone,
         "cells": [cell._asdict() for cell in cells],
     }
     out.with_suffix(".json").write_text(json.dumps(rows) + "\n")
