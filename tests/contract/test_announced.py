@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tests.kit import altered_vllm
 from tests.kit.altered_vllm import COSTS, VERSION
-from vllm_commext.compat.versions import NEWEST
+from vllm_commext.compat.fits import NEWEST
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = [
@@ -28,9 +28,9 @@ import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm_commext import status
-from vllm_commext.compat import evidence, parts
+from vllm_commext.compat import fits, parts
 print(json.dumps({
-    "why": {part.name: evidence.why_not(part.name) for part in parts.PARTS},
+    "why": {part.name: fits.why_not(part.name) for part in parts.PARTS},
     "states": {one.name: one.state.value for one in status.recorded()},
 }))
 """

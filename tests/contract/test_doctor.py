@@ -11,7 +11,6 @@ import pytest
 
 from tests.contract.vllm_process import run_at_once
 from vllm_commext.cli.report import Check, Level, decode, exit_status
-from vllm_commext.compat.api_checks import API_CHECKS
 from vllm_commext.compat.parts import PARTS
 
 
@@ -19,8 +18,6 @@ def check_that_all_is_found(checks: Sequence[Check]) -> None:
     found = {(check.section, check.name): check for check in checks}
     for part in PARTS:
         assert found["parts", part.name].value.startswith("tested: vLLM ")
-    for api in API_CHECKS:
-        assert found["apis", api.name].level in (Level.OK, Level.INFO)
     assert found["capabilities", "nixl"].value == "active"
     assert "UCX" in found["nixl", "plug-ins that load"].value
     assert Level.ERROR not in {check.level for check in checks}

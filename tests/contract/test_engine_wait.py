@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import core as vllm_core
 
-from vllm_commext.compat import engine_wait, evidence, hooks, monkey_patch
+from vllm_commext.compat import engine_wait, fits, hooks, monkey_patch
 from vllm_commext.compat.engine_wait import FLUSH_STEPS, EngineWait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import wakeup as wakeup_module
@@ -195,7 +195,7 @@ def test_a_step_that_does_something_else_is_left_alone(monkeypatch: pytest.Monke
     monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
     with monkeypatch.context() as patch:
         patch.setattr(hooks, "vllm_version", lambda: "0.99.0")
-        patch.setattr(evidence, "compare", lambda *args: ("0.33", [engine_wait.SYMBOL]))
+        patch.setattr(fits, "compare", lambda *args: ("0.33", [engine_wait.SYMBOL]))
         patch.setattr(vllm_core.EngineCoreProc, "_process_engine_step", lambda self: False)
         with pytest.raises(UnsupportedError, match=r"_process_engine_step not as in vLLM 0\.33"):
             engine_wait.install()

@@ -16,7 +16,7 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.compat import evidence, fused_eager
+from vllm_commext.compat import fits, fused_eager
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
 
 GROUP, HIDDEN, MOST = "tp:of the test", 64, 4
@@ -109,4 +109,4 @@ def test_without_our_group_the_helper_is_vllms(
 
 
 def test_this_vllm_has_the_helpers() -> None:
-    assert evidence.why_not(fused_eager.PART) == ""
+    assert fits.why_not(fused_eager.PART) == ""

@@ -26,7 +26,7 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
 from vllm_commext.allreduce.fused.layout import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.compat import api_checks, evidence, fused_pass
+from vllm_commext.compat import fits, fused_pass, hooks
 from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
 from vllm_commext.errors import UnsupportedError
 
@@ -238,10 +238,11 @@ def test_ours_comes_before_vllms_fusion(theirs: tuple[str, ...], place: int) -> 
 
 
 def test_where_vllm_differs_its_own_fusion_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert evidence.why_not(fused_pass.PART) == ""
-    broken = SimpleNamespace(api=SimpleNamespace(name="pass_list"), problem="it is gone")
-    monkeypatch.setattr(api_checks, "check_all", lambda *_: [broken])
-    assert evidence.why_not(fused_pass.PART).endswith("pass_list: it is gone")
+    assert fits.why_not(fused_pass.PART) == ""
+    stock = fits.digest
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(fits, "digest", lambda *at: "" if "@passes" in at[1] else stock(*at))
+    assert fits.why_not(fused_pass.PART) == "vLLM 0.99.0 has no PostGradPassManager.passes"
 
 
 def test_vllms_layer_and_ops_pass_our_test() -> None:

@@ -8,7 +8,7 @@ import pytest
 import vllm.platforms
 
 from vllm_commext import plugin, status
-from vllm_commext.compat import evidence, hooks
+from vllm_commext.compat import fits
 from vllm_commext.errors import UnprovenHereError
 from vllm_commext.status import State
 
@@ -17,7 +17,7 @@ NAMES = ("shm_queue", "cpu_collectives")
 
 @pytest.fixture(autouse=True)
 def _proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(evidence.RING, reason="the extension is not built")
+    pytest.importorskip(fits.RING, reason="the extension is not built")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
@@ -31,7 +31,7 @@ def on_riscv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, evidence.RING, None)
+    monkeypatch.setitem(sys.modules, fits.RING, None)
 
 
 ELSEWHERE = [
@@ -42,7 +42,7 @@ ELSEWHERE = [
 
 
 def test_the_machine_of_these_tests_is_a_proven_one() -> None:
-    evidence.require_proven_machine("shm_queue")
+    fits.require_proven_machine()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
 ) -> None:
     elsewhere(monkeypatch)  # pyright: ignore[reportCallIssue]
     with pytest.raises(UnprovenHereError, match=reason):
-        evidence.require_proven_machine("shm_queue")
+        fits.require_proven_machine()
     wanted = [one for one in plugin.CAPABILITIES if one.name in NAMES]
     monkeypatch.setattr(plugin, "CAPABILITIES", wanted)
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
@@ -82,28 +82,9 @@ class Cuda:
         self.is_cuda = lambda: cuda
 
 
-@pytest.mark.parametrize(
-    ("cuda", "version", "differing", "problem"),
-    [
-        (True, "0.32.0", ["a:B.c"], ""),
-        (True, "0.30.0", [], ""),
-        (True, "0.30.0", ["a:B.c"], "the GPU tests are not run on vLLM 0.30.0: B.c not as in"),
-        (True, "0.99.0", ["a:B.c"], ""),  # it tests itself when a model starts
-        (False, "0.32.0", [], "proven on NVIDIA GPUs"),
-    ],
-)
-def test_kernels_take_part_by_themselves_where_their_tests_run(
-    cuda: bool,
-    version: str,
-    differing: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(cuda))
-    monkeypatch.setattr(hooks, "vllm_version", lambda: version)
-    monkeypatch.setattr(evidence, "compare", lambda *args: ("0.32", differing))
-    if not problem:
-        evidence.require_proven_gpus("allreduce")
-        return
-    with pytest.raises(UnprovenHereError, match=problem):
-        evidence.require_proven_gpus("allreduce")
+def test_kernels_take_part_by_themselves_on_nvidia_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(True))
+    fits.require_proven_gpus()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(False))
+    with pytest.raises(UnprovenHereError, match="proven on NVIDIA GPUs"):
+        fits.require_proven_gpus()

@@ -27,7 +27,7 @@ from tests.contract.scheduled_core import (
     turn_until,
 )
 from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
-from vllm_commext.compat import evidence
+from vllm_commext.compat import fits
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
@@ -281,7 +281,7 @@ def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to
         raise UnsupportedError(f"{name} differs")
 
     told = offered(make_core, max_tokens=3)
-    monkeypatch.setattr(evidence, "admit", refuse)
+    monkeypatch.setattr(fits, "admit", refuse)
     decode = make_core("kv_consumer")
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)

@@ -12,7 +12,7 @@ from tests.kit.altered_vllm import COSTS, VERSION
 from tests.kit.installed import VLLM
 from tests.kit.parity import complete
 from tests.kit.prompts import equal_prompts
-from vllm_commext.compat.versions import NEWEST
+from vllm_commext.compat.fits import NEWEST
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

@@ -10,7 +10,7 @@ def withhold_evidence() -> None:
     import vllm
 
     from tests.kit.altered_vllm import VERSION
-    from vllm_commext.compat import evidence
+    from vllm_commext.compat import fits
 
     vllm.__version__ = VERSION
-    evidence.known_sources = dict
+    fits.known_sources = dict

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 
@@ -9,6 +10,7 @@ from vllm_commext import ConfigError, UnsupportedError
 from vllm_commext.compat.monkey_patch import (
     INVENTORY,
     MonkeyPatch,
+    accepts,
     is_patched,
     original_at,
     original_of,
@@ -159,3 +161,29 @@ def test_what_was_at_a_name_is_found_behind_what_is_there(module: types.ModuleTy
 def test_what_nobody_has_patched_is_what_is_there(module: types.ModuleType) -> None:
     assert original_of(f"{MODULE}:function") is len
     assert original_at(object(), "name", "found") == "found"
+
+
+def stock(self: object, first: int, second: int = 0, *, third: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ours", "is_taken"),
+    [
+        (lambda core, first, second=1, *, third=2: None, True),
+        (lambda self, *args, **kwargs: None, True),
+        (lambda self, first, second, third, fourth=0: None, True),
+        (lambda self, first, second=0: None, False),
+        (lambda self, second, other=0, third=0: None, False),
+    ],
+)
+def test_a_replacement_takes_what_vllms_function_takes_or_is_refused(
+    module: types.ModuleType, ours: Callable[..., None], is_taken: bool
+) -> None:
+    module.__dict__["stock"] = stock
+    assert accepts(ours, stock) == is_taken
+    if is_taken:
+        patch(row("stock"), ours)
+        return
+    with pytest.raises(UnsupportedError, match=r"stock takes \(self: object, first: int, second"):
+        patch(row("stock"), ours)
+    assert not is_patched(row("stock"))

@@ -42,9 +42,9 @@ def test_what_is_amiss_stands_before_the_groups_with_its_remedy() -> None:
 
 
 def test_a_group_is_one_line_that_counts_what_holds() -> None:
-    checks = [Check("apis", f"s{k}", "holds", Level.OK) for k in range(3)]
-    checks.append(Check("apis", "s3", "gone", Level.ERROR))
-    assert "  FAIL API checks     3 of 4 hold" in as_summary(checks).splitlines()
+    checks = [Check("reads", f"s{k}", "holds", Level.OK) for k in range(3)]
+    checks.append(Check("reads", "s3", "gone", Level.ERROR))
+    assert "  FAIL reads          3 of 4 hold" in as_summary(checks).splitlines()
 
 
 def test_only_what_was_set_is_named_among_the_toggles() -> None:

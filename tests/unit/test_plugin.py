@@ -14,10 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_commext import UnsupportedError, plugin, status
-from vllm_commext.compat import api_checks as api_checks
-from vllm_commext.compat import evidence, hooks
-from vllm_commext.compat.api_probes import ApiCheck
-from vllm_commext.compat.evidence import Verdict
+from vllm_commext.compat import fits, hooks
+from vllm_commext.compat.fits import Verdict
 from vllm_commext.compat.parts import Part
 from vllm_commext.plugin import Capability
 from vllm_commext.status import State
@@ -37,8 +35,8 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     def offer(
         problem: Exception | None = None,
         version: str = "0.32.0",
-        broken: bool = False,
         found: Verdict = Verdict.TESTED,
+        is_gone: bool = False,
         self_test: Callable[[], None] = lambda: None,
     ) -> list[str]:
         calls: list[str] = []
@@ -49,17 +47,16 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
                 raise problem
 
         capability = Capability("nixl", activate, lambda: calls.append("refuse"), "the fallback")
-        api = ApiCheck("some_api", "nixl", "why", lambda _: "moved" if broken else "")
         monkeypatch.setattr(plugin, "CAPABILITIES", (capability,))
         monkeypatch.setattr(hooks, "vllm_version", lambda: version)
         differing = [] if found is Verdict.SAME else ["vllm.some:Thing.method"]
-        monkeypatch.setattr(evidence, "compare", lambda *args: ("0.33", differing))
-        monkeypatch.setattr(evidence, "_root", Path)
+        monkeypatch.setattr(fits, "compare", lambda *args: ("0.33", differing))
+        monkeypatch.setattr(fits, "vllm_root", Path)
+        monkeypatch.setattr(fits, "digest", lambda *_: "" if is_gone else "other")
         part = Part("nixl", "nixl", ("vllm.some:Thing.method",), f"{__name__}:self_test")
-        monkeypatch.setattr(evidence, "PARTS", (part,))
-        monkeypatch.setattr(evidence, "BY_NAME", {"nixl": part})
+        monkeypatch.setattr(fits, "PARTS", (part,))
+        monkeypatch.setattr(fits, "BY_NAME", {"nixl": part})
         monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(self_test=self_test))
-        monkeypatch.setattr(api_checks, "API_CHECKS", (api,))
         plugin.register()
         return calls
 
@@ -130,9 +127,9 @@ def test_turned_off_as_a_whole(offer: Offer, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> None:
-    calls = offer(version="0.27.1")
+    calls = offer(version="0.31.1")
     assert calls == ["refuse"]
-    assert "0.27.1 is older than the window" in outcome().reason
+    assert "0.31.1 is older than the window" in outcome().reason
 
 
 def fail() -> None:
@@ -206,11 +203,13 @@ def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.Mon
         offer(version="0.40.0", found=Verdict.SAME)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.40.0"])
-def test_a_broken_api_is_refused_by_its_name(offer: Offer, version: str) -> None:
-    calls = offer(version=version, broken=True)
+def test_a_name_that_is_gone_is_refused_whatever_the_parts_own_test_says(
+    offer: Offer, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = offer(version="0.40.0", found=Verdict.DIFFERS, is_gone=True)
     assert calls == ["refuse"]
-    assert "some_api: moved" in outcome().reason
+    assert outcome().reason == "vLLM 0.40.0 has no Thing.method"
+    assert "off: nixl (vLLM 0.40.0 has no Thing.method)" in caplog.text
 
 
 def test_a_bad_value_refuses_everything_and_lists_the_choices(

@@ -6,12 +6,11 @@ from pathlib import Path
 import canary
 import known_sources
 import pytest
-from matrix.columns import MatrixError
+from known_sources import SourceError
 
-from vllm_commext.compat import evidence
-from vllm_commext.compat.evidence import NOT_THERE, digest
+from vllm_commext.compat import fits
+from vllm_commext.compat.fits import NOT_THERE, SET, TESTED, digest
 from vllm_commext.compat.parts import PARTS, Part
-from vllm_commext.compat.versions import NEWEST
 
 TEXT = '''
 """A module."""
@@ -72,20 +71,27 @@ def test_a_digest_is_always_this_one(tmp_path: Path) -> None:
     assert found == ["966a0cf28a0e", "4a486d291f96"]
 
 
-def test_the_table_has_every_function_of_every_part_in_every_release() -> None:
-    known = evidence.known_sources()
+def test_an_attribute_is_there_where_a_method_sets_it(tmp_path: Path) -> None:
+    text = TEXT.replace("return", "self.taken = count; print(self.limit); return")
+    root = write(tmp_path, text)
+    found = [digest(root, f"vllm.engine:Engine@{name}") for name in ("taken", "limit", "step")]
+    assert found == [SET, NOT_THERE, NOT_THERE]
+
+
+def test_the_table_has_every_name_of_every_part_in_every_release() -> None:
+    known = fits.known_sources()
     assert sorted(known) == known_sources.sources()
     for symbol, digests in known.items():
         minors = " ".join(digests.values()).split()
-        assert len(minors) == len(set(minors)), symbol
-        assert NEWEST in minors, symbol
+        assert sorted(minors) == sorted(TESTED), symbol
+        assert NOT_THERE not in digests, symbol
 
 
 def test_a_release_read_anew_takes_the_place_of_what_was_known(tmp_path: Path) -> None:
     symbol = PARTS[0].sources[0]
-    known = {symbol: {"aaa": "0.32 0.33", "bbb": "0.31"}}
+    known = {symbol: {"aaa": "0.32 0.33", "bbb": "0.31"}}  # of a window before this one
     made = known_sources.updated(known, "0.33", tmp_path)
-    assert made[symbol] == {"aaa": "0.32", "bbb": "0.31", NOT_THERE: "0.33"}
+    assert made[symbol] == {"aaa": "0.32", NOT_THERE: "0.33"}
 
 
 def test_the_nearest_release_is_named_and_the_functions_that_differ(
@@ -94,14 +100,13 @@ def test_the_nearest_release_is_named_and_the_functions_that_differ(
     root = write(tmp_path, TEXT)
     step, limit = "vllm.engine:Engine.step", "vllm.engine:Engine.limit"
     known = {
-        step: {digest(root, step): "0.31 0.32"},
-        limit: {digest(root, limit): "0.31", "x": "0.32"},
+        step: {digest(root, step): "0.32 0.33"},
+        limit: {digest(root, limit): "0.32", "x": "0.33"},
     }
-    monkeypatch.setattr(evidence, "known_sources", lambda: known)
+    monkeypatch.setattr(fits, "known_sources", lambda: known)
     part = Part("a part", "nixl", (step, limit))
-    assert evidence.compare(part, root, ["0.31", "0.32"]) == ("0.31", [])
-    assert evidence.compare(part, root, ["0.32"]) == ("0.32", [limit])
-    assert evidence.compare(part, tmp_path / "nowhere", ["0.31", "0.32"]) == ("0.32", [step, limit])
+    assert fits.compare(part, root) == ("0.32", [])
+    assert fits.compare(part, tmp_path / "nowhere") == ("0.33", [step, limit])
 
 
 def test_the_canary_says_what_a_vllm_costs(
@@ -113,13 +118,12 @@ def test_the_canary_says_what_a_vllm_costs(
     metadata.parent.mkdir()
     metadata.write_text("Name: vllm\nVersion: 0.40.0\n")
     monkeypatch.setattr(canary, "newest", lambda: dict.fromkeys(canary.RELEASES, "9.9"))
-    monkeypatch.setattr(canary.step_matrix, "look_at", lambda *_: "")
     monkeypatch.setattr(sys, "argv", ["canary", "--source", str(root)])
     assert canary.main() == 1
     said = capsys.readouterr().out
     assert "torch: 9.9 is the newest; tested:" in said
-    assert "API check 0.40.0: register_connector: ModuleNotFoundError" in said
     assert "differs, engine step: EngineCoreProc._process_engine_step" in said
+    assert "KVConnectorFactory.create_connector" in said
     assert "engine.py:15: warn(" in said
 
 
@@ -127,7 +131,7 @@ def test_an_index_that_cannot_be_asked_is_another_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def nobody() -> dict[str, str]:
-        raise MatrixError("nobody answers")
+        raise SourceError("nobody answers")
 
     monkeypatch.setattr(canary, "newest", nobody)
     monkeypatch.setattr(sys, "argv", ["canary"])

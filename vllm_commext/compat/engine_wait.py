@@ -11,7 +11,7 @@ other connectors of a ``MultiConnector``, which may have work of their own.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from vllm_commext.compat import evidence
+from vllm_commext.compat import fits
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 from vllm_commext.nixl.wakeup import WakeupSocket
 
@@ -51,7 +51,7 @@ def install() -> None:
     row = row_of(SYMBOL)
     if is_patched(row):
         return
-    evidence.admit(PART)
+    fits.admit(PART)
     process = stock_step()
 
     def process_engine_step(core: Any) -> bool:

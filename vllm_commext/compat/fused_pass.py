@@ -22,7 +22,7 @@ from vllm_commext.allreduce.fused import graph as fused_graph
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.limits import ITEM_BYTES
-from vllm_commext.compat import evidence, hooks
+from vllm_commext.compat import fits, hooks
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
 from vllm_commext.errors import UnsupportedError
 
@@ -190,7 +190,7 @@ def _configure(original: Callable[..., None]) -> Callable[..., None]:
             with set_current_vllm_config(config, check_compile=False):
                 made = FusedNormPass(_dtype(config), config.device_config.device)
             self.passes.insert(place(self.passes), made)
-        except evidence.DIFFERENCES as error:
+        except fits.DIFFERENCES as error:
             logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %r", error)
 
     return configure

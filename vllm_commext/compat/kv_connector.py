@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import evidence
+from vllm_commext.compat import fits
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -155,7 +155,7 @@ def ask_for_dim_first() -> None:
     and it chooses one by itself on some CPUs.
     """
     chosen = _chosen_by_user[0] if _chosen_by_user else os.environ.get(CONV_STATE_LAYOUT)
-    if chosen is not None or evidence.why_broken(STATES_PART) or not _kernels_take_it():
+    if chosen is not None or fits.why_gone(STATES_PART) or not _kernels_take_it():
         return
     os.environ[CONV_STATE_LAYOUT] = DIM_FIRST
     _mamba_utils().get_conv_state_layout.cache_clear()
@@ -163,7 +163,7 @@ def ask_for_dim_first() -> None:
 
 def is_dim_first() -> bool:
     """Whether convolution states, where there are any, have channels first in this process."""
-    return not evidence.why_broken(STATES_PART) and bool(_mamba_utils().is_conv_state_dim_first())
+    return not fits.why_gone(STATES_PART) and bool(_mamba_utils().is_conv_state_dim_first())
 
 
 def _kernels_take_it() -> bool:

@@ -7,6 +7,7 @@ this package in the same process.
 """
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,30 +39,30 @@ class MonkeyPatch:
 
 _QUEUE = {
     "why": "our message queue replaces vLLM's, and vLLM has no hook for that",
-    "guard": "API checks of `shm_queue`; the class is vLLM's own; the native extension is built",
+    "guard": "`shm_queue` fits; the class is vLLM's own; the native extension is built",
     "test": "tests/contract/test_shm_queue.py",
     "removal": "vLLM lets an executor and a process group choose their queue's class",
 }
 _NORM = {
     "why": "our op replaces vLLM's for QK RMSNorm, and vLLM has no hook for that",
-    "guard": "API checks of `reduce_rms`; the kernel's compiler is there",
+    "guard": "its norm fits; the kernel's compiler is there",
     "test": "tests/contract/test_reduce_rms.py",
     "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",
 }
 _SPREAD_NORM = {
     **_NORM,
-    "guard": "API check of that model, when vLLM imports it; the kernel's compiler is there",
+    "guard": "its norm fits, when vLLM imports it; the kernel's compiler is there",
     "test": "tests/contract/test_qk_norms.py",
 }
 _SUM = {
     "why": "each message goes to the backend measured fastest, for which vLLM has no hook",
-    "guard": "API checks of `allreduce`; the platform is NVIDIA's",
+    "guard": "`allreduce` fits; the platform is NVIDIA's",
     "test": "tests/contract/test_allreduce.py",
     "removal": "vLLM lets a plugin register an all-reduce backend and its place in the order",
 }
 _EAGER = {
     "why": "models that run without compiler passes call this helper, which has no hook",
-    "guard": "API checks of `fused_eager`; a table has our op fastest for the message",
+    "guard": "`fused_eager` fits; a table has our op fastest for the message",
     "test": "tests/contract/test_fused_eager.py",
     "removal": "vLLM lets a plugin choose the op of its eager helpers",
 }
@@ -82,7 +83,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch(
         "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator.__init__",
         why="a tensor-parallel group on CPUs gets our ring buffers instead of Gloo; no hook",
-        guard="API checks of `cpu_collectives`; the native extension is built",
+        guard="`cpu_collectives` fits; the native extension is built",
         test="tests/contract/test_cpu_collectives.py",
         removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
     ),
@@ -91,7 +92,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         why="an engine that only waits for the connector sleeps, and first tokens from elsewhere "
         "are sent before a step; vLLM steps on, and has no hook",
         guard="only where the connector is made, and each of the parts `engine step`, `nixl first "
-        "token` and `pauses` is tested, of the same source, or self-tested",
+        "token` and `pauses` fits",
         test="tests/contract/test_engine_wait.py",
         removal="vLLM lets a connector say when an engine without tokens has to step, and give a "
         "request its first token",
@@ -114,7 +115,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch(
         "vllm.compilation.passes.pass_manager:PostGradPassManager.configure",
         why="our pass must come before vLLM's own fusion; what a user adds, vLLM puts at the end",
-        guard="API checks of `fused_norm`; a group has kernels, and a table has them fastest",
+        guard="`fused_norm` fits; a group has kernels, and a table has them fastest",
         test="tests/contract/test_fused_pass.py",
         removal="vLLM lets a plugin say where among its passes its own is to come",
     ),
@@ -193,17 +194,33 @@ def original_of(symbol: str) -> Any:
     return original_at(owner, name, getattr(owner, name))
 
 
+def accepts(ours: Any, theirs: Any) -> bool:
+    """Return whether `ours` takes each call that `theirs` takes, by position or by name."""
+    first, *others = [*inspect.signature(theirs).parameters.values(), None]
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {each.name: None for each in others if each is not None and each.kind in plain}
+    own = inspect.signature(ours, follow_wrapped=False)
+    try:
+        own.bind(*([] if first is None else [None]), **named)
+    except TypeError:
+        return False
+    return True
+
+
 def patch(row: MonkeyPatch, replacement: Any) -> None:
     """Put `replacement` where the row's symbol is.
 
     Raises:
-        UnsupportedError: the symbol is not there, or is patched already.
+        UnsupportedError: the symbol is not there, is patched already, or is called otherwise.
         ConfigError: the row's symbol is not of the form that it should be.
     """
     owner, name = _locate(row.symbol)
     if name in _originals(owner):
         raise UnsupportedError(f"{row.symbol} is patched already; restore it first")
     original = vars(owner).get(name, _INHERITED)
+    are_functions = inspect.isfunction(original) and inspect.isfunction(replacement)
+    if are_functions and not accepts(replacement, original):
+        raise UnsupportedError(f"{row.symbol} takes {inspect.signature(original)} in this vLLM")
     setattr(owner, SENTINEL, {**_originals(owner), name: (original, replacement)})
     setattr(owner, name, replacement)
 

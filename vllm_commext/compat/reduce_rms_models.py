@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
-from vllm_commext.compat import evidence, hooks
-from vllm_commext.compat.api_checks import FUSERS, OLMOE
+from vllm_commext.compat import fits, hooks
 from vllm_commext.compat.monkey_patch import original_of, patch_all
+from vllm_commext.compat.parts import FUSERS, OLMOE
 from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _serve(
     layer.commext_handle = made.handle if made is not None else 0
     if made is None:
         return
-    if evidence.must_test_itself(f"norm of {model}") and model not in _failures:
+    if fits.must_test_itself(f"norm of {model}") and model not in _failures:
         _failures[model] = _try_out(layer, norms, widths, Collective.over(group.cpu_group))
         if _failures[model] and group.rank_in_group == 0:
             logger.warning("commext: reduce_rms leaves %s to vLLM: %s", model, _failures[model])
@@ -193,9 +193,9 @@ def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
 def put(model: str, action: Callable[[], None]) -> None:
     """Act where there is evidence for that model's norm; else vLLM's own remains, with a line."""
     try:
-        evidence.admit(f"norm of {model}")
+        fits.admit(f"norm of {model}")
     except UnsupportedError as error:
-        level = evidence.level_of(error)
+        level = fits.level_of(error)
         logger.log(level, "commext: reduce_rms leaves %s to vLLM: %s", model, error)
     else:
         action()

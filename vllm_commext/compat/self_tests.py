@@ -1,25 +1,31 @@
-"""Whether a part does on this vLLM what it should, where that reads otherwise than all that was
-tested.
+"""Tests of parts on a vLLM whose source differs from all that was tested.
 
-Each test takes a moment and needs no model, no GPU and no other process. It raises where anything
-is not as expected: the part is then left out.
+Each takes a moment and needs no model, no GPU and no other process. It raises where anything is not
+as expected: the part is then left out.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import pickle
 import queue as queues
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import vllm_commext
+from vllm_commext.compat.fits import definition
+from vllm_commext.compat.monkey_patch import accepts, original_of
+from vllm_commext.compat.parts import BASE, COMMUNICATORS
 from vllm_commext.errors import UnsupportedError
 
 SECONDS = 5.0
 NUM_BLOCKS, BLOCK_TOKENS, HEADS, HEAD_SIZE = 3, 4, 2, 8
 PROMPT = (1, 2, 3, 4, 5)
+QUEUE_INTERNALS = ("acquire_read", "acquire_write", "recv")  # called by vLLM's queue alone
 
 
 def _expect(what: str, expected: Any, found: Any) -> None:
@@ -28,13 +34,19 @@ def _expect(what: str, expected: Any, found: Any) -> None:
 
 
 def queue() -> None:
-    """A call and an answer of vLLM's classes go through a queue, and there is no name of a queue
-    that its executor uses and ours lacks."""
+    """A call and an answer of vLLM's classes go through a queue, and ours takes each call that
+    vLLM's takes or its executor makes."""
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
     from vllm_commext.compat.queue_groups import GroupMessageQueue
 
+    stock = original_of(f"{COMMUNICATORS}.shm_broadcast:MessageQueue")
+    for name, kind in vars(stock).items():
+        if name[0] != "_" and not isinstance(kind, type) and name not in QUEUE_INTERNALS:
+            ours = getattr(GroupMessageQueue, name, None)
+            is_taken = ours is not None and accepts(ours, getattr(stock, name))
+            _expect(f"whether {name} of queues takes what vLLM passes", True, is_taken)
     executor = importlib.import_module("vllm.v1.executor.multiproc_executor")
     used = set(re.findall(r"\b\w*mq\.(\w+)", inspect.getsource(executor)))
     writer: Any = GroupMessageQueue(1, 1)
@@ -75,7 +87,6 @@ def engine_step() -> None:
 
 def pauses() -> None:
     """Caches are dropped and workers called by the two methods that are listened to."""
-    from vllm_commext.compat.monkey_patch import original_of
     from vllm_commext.compat.resets import CACHE, CALL
 
     scheduler, core = MagicMock(), MagicMock()
@@ -133,8 +144,34 @@ def _described(spec: Any, cache: Any) -> None:
     _expect("its address", [cache.data_ptr()], layout.families[0].base_addresses)
 
 
+def _plain(function: Any) -> list[str]:
+    """Names of the parameters of a method, without ``self`` and ``**kwargs``."""
+    given = inspect.signature(function).parameters.values()
+    plain = [each.name for each in given if each.kind is not each.VAR_KEYWORD]
+    return plain[plain[:1] == ["self"] :]
+
+
+def _connector() -> None:
+    """Our connector has each method that vLLM leaves open, with the parameters that vLLM's has.
+
+    It is read and not imported: an import asks for another layout of states.
+    """
+    base = importlib.import_module(BASE)
+    root = Path(vllm_commext.__file__).parent.parent
+    ours = definition(root, "vllm_commext.nixl.connector:CommextNixlConnector")
+    methods = {
+        node.name: [each.arg for each in node.args.args[1:]]
+        for node in ours.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for cls in (base.KVConnectorBase_V1, base.SupportsHMA):
+        _expect("methods without ours", [], sorted(cls.__abstractmethods__ - methods.keys()))
+        for name in methods.keys() & vars(cls).keys():
+            _expect(f"parameters of {name}", methods[name], _plain(getattr(cls, name)))
+
+
 def hand_over() -> None:
-    """A request's parameters and a cache's description arrive as they were written."""
+    """A connector's methods, a request's parameters and a cache's description are as expected."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -145,6 +182,7 @@ def hand_over() -> None:
     spec: Any = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
+    _connector()
     _described(spec, torch.zeros(NUM_BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE))
     prompt = digests(prompt_of(_request()), len(PROMPT))
     remote = RemoteRequest(

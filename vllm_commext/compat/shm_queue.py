@@ -9,7 +9,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from vllm_commext.compat.evidence import needing_the_extension
+from vllm_commext.compat.fits import needing_the_extension
 from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, original_of, patch_all, row_of
 from vllm_commext.errors import UnsupportedError
 

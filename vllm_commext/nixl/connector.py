@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_commext.compat import engine_wait, evidence, kv_connector
+from vllm_commext.compat import engine_wait, fits, kv_connector
 from vllm_commext.compat.kv_connector import (
     peer_cache_hit_source,
     required_cache_layout,
@@ -140,7 +140,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> Sampler:
         """What first tokens follow from; none are handed over where this vLLM cannot send them."""
-        if evidence.why_not("nixl first token"):
+        if fits.why_not("nixl first token"):
             return Sampler(refusal=FirstToken.ENGINE)
         from vllm_commext.compat.first_token import sampler_of
 
@@ -155,14 +155,14 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         that can be."""
         try:
             for part in ("engine step", "nixl first token", "pauses"):
-                evidence.admit(part)
+                fits.admit(part)
             from vllm_commext.compat import resets
             from vllm_commext.compat.first_token import FirstTokens
 
             engine_wait.install()
             resets.install()
         except UnsupportedError as error:
-            level = evidence.level_of(error)
+            level = fits.level_of(error)
             logger.log(
                 level,
                 "idle sleep disabled, a core is busy while the engine waits for transfers: %s",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from vllm_commext.compat import evidence, kv_connector
+from vllm_commext.compat import fits, kv_connector
+from vllm_commext.compat.fits import cache_meaning
 from vllm_commext.compat.kv_connector import (
     asks_for_states_inside_prompts,
     attention_backends,
@@ -18,7 +19,6 @@ from vllm_commext.compat.kv_connector import (
     tells_stages_apart,
     transfer_results_class,
 )
-from vllm_commext.compat.versions import cache_meaning
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.engine_context import Reusing, Streaming, reuse_refusal, streaming_refusal
@@ -214,7 +214,7 @@ def _check_spec(spec: KVCacheSpec) -> None:
 
 
 def _check_states(spec: Any) -> None:
-    if reason := evidence.why_not(kv_connector.STATES_PART):
+    if reason := fits.why_not(kv_connector.STATES_PART):
         raise UnsupportedError(f"CommextNixlConnector transfers no states here: {reason}")
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode not in ("none", "align"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_commext.anonymous_memory import Offer
-from vllm_commext.compat import evidence
+from vllm_commext.compat import fits
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source
 from vllm_commext.nixl.engine_context import EngineContext
@@ -182,7 +182,7 @@ class ReuseSide:
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
-        is_told = hasattr(pool, "unpin_blocks") and not evidence.why_not("nixl reuse")
+        is_told = hasattr(pool, "unpin_blocks") and not fits.why_not("nixl reuse")
         if self._is_on and not is_told:
             self._refuse(NoReuse.POOL.meaning)
 

@@ -1,0 +1,409 @@
+"""Does a part of this package fit this vLLM?  One answer for each part, the first that holds:
+
+1. tested here: the tests of this release are run on this vLLM;
+2. same source: the functions of vLLM's that the part depends on read as in a tested release;
+3. self-tested: some read otherwise, none is gone, and the part's own test passes here;
+4. otherwise vLLM's own stays in its place, with the reason.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import logging
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+from vllm_commext.compat import hooks
+from vllm_commext.compat.parts import BY_NAME, IN_USE, PARTS, Part
+from vllm_commext.errors import (
+    CommextError,
+    OtherPlatformError,
+    UnprovenHereError,
+    UnsupportedError,
+    UntestedError,
+)
+from vllm_commext.settings import UNTESTED, read_settings
+
+TESTED = ("0.32", "0.33")
+"""Minor releases of vLLM whose first release all tests are run on, on CPUs and on GPUs."""
+OLDEST, NEWEST = TESTED[0], TESTED[-1]
+KNOWN_SOURCES = Path(__file__).with_name("known_sources.json")
+DIFFERENCES = (CommextError, ImportError, AttributeError, TypeError, NotImplementedError)
+"""Errors of a vLLM that differs, on all ranks alike: an optional part then leaves it alone."""
+Known = Mapping[str, Mapping[str, str]]
+"""Symbol to digest to the minor releases, with blanks between, whose definition has it."""
+NOT_THERE = ""
+"""Digest of a name that is not there."""
+SET = "set"
+"""Digest of an attribute that some method of its class sets."""
+RING = "vllm_commext.shm._shm_ring"
+PROVEN_MACHINES = ("x86_64", "aarch64")
+_LEFT_OUT = ("type_comment", "type_params", "kind")  # newer Pythons tell more of the same text
+
+
+class Verdict(StrEnum):
+    """See the module's docstring; DIFFERS: it is 3. or 4., as its test says."""
+
+    TESTED = "tested"
+    SAME = "same source"
+    DIFFERS = "differs"
+
+
+class Fit(NamedTuple):
+    """A verdict, and the release or the functions that it rests on."""
+
+    verdict: Verdict
+    reason: str
+
+
+# Version numbers.
+
+
+def _minor_of(version: str) -> tuple[int, int] | None:
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        return None
+    return (release[0], release[1] if len(release) > 1 else 0)
+
+
+def refuse_older(version: str) -> None:
+    """Refuse a vLLM that lacks APIs which everything here relies on.
+
+    Raises:
+        UntestedError: it is older than all that are supported.
+    """
+    minor, oldest = _minor_of(version), _minor_of(OLDEST)
+    if minor is not None and oldest is not None and minor < oldest:
+        raise UntestedError(f"vLLM {version} is older than the window {OLDEST} to {NEWEST}")
+
+
+def is_tested(version: str) -> bool:
+    """Return whether it is the first release of a tested minor, whatever its local label."""
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return any(Version(found.public) == Version(f"{minor}.0") for minor in TESTED)
+
+
+def cache_meaning(version: str) -> str:
+    """Name the meaning of a KV cache's bytes, given model, types and layout: engines of two
+    versions with the same answer can read one another's.
+
+    All tested releases mean the same (``make mixed`` reads between them).  Others may have changed
+    it, and are alike only with their own minor release.
+    """
+    minor = _minor_of(version)
+    if minor is None:
+        return version
+    return "1" if minor in map(_minor_of, TESTED) else f"{minor[0]}.{minor[1]}"
+
+
+# Digests of source.
+
+
+def _without_docstring(body: list[Any]) -> list[Any]:
+    first = body[0].value if body and isinstance(body[0], ast.Expr) else None
+    is_text = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    return body[1:] if is_text else body
+
+
+def _form(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_form(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        fields["body"] = _without_docstring(node.body)
+    kept = sorted(name for name, value in fields.items() if value not in (None, []))
+    return type(node).__name__, [
+        (name, _form(fields[name])) for name in kept if name not in _LEFT_OUT
+    ]
+
+
+def _bound(body: Iterable[ast.AST], name: str) -> ast.AST | None:
+    """The statement of a body that binds a name last, also under ``if`` and ``try``."""
+    found = None
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found = node if node.name == name else found
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            is_bound = any(isinstance(each, ast.Name) and each.id == name for each in targets)
+            found = node if is_bound else found
+        elif isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
+            found = _bound(ast.iter_child_nodes(node), name) or found
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _module(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def definition(root: Path, symbol: str) -> Any:
+    """Syntax tree of ``package.module:Class.name`` below a folder; None where it is not there."""
+    module, _, names = symbol.partition(":")
+    base = root.joinpath(*module.split("."))
+    places = (base.with_suffix(".py"), base / "__init__.py")
+    path = next((place for place in places if place.is_file()), None)
+    node: Any = path and _module(path)
+    for name in names.split("."):
+        node = _bound(getattr(node, "body", ()), name)
+    return node
+
+
+@functools.cache
+def _attributes(root: Path, symbol: str) -> frozenset[str]:
+    """Names of the attributes that the methods of a class set."""
+    found = definition(root, symbol)
+    nodes = ast.walk(found) if found is not None else ()
+    return frozenset(
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+
+
+@functools.cache
+def digest(root: Path, symbol: str) -> str:
+    """Digest of the syntax of ``package.module:Class.name``, or `NOT_THERE`; `SET` of an attribute
+    of instances, ``package.module:Class@name``, that some method sets.
+
+    Docstrings, comments and positions do not count, it is the same whichever Python reads it, and
+    nothing of vLLM's is imported for it.
+
+    Args:
+        root: the folder in which the package lies.
+        symbol: where it is defined, not where it is imported to.
+    """
+    owner, _, attribute = symbol.partition("@")
+    if attribute:
+        return SET if attribute in _attributes(root, owner) else NOT_THERE
+    node = definition(root, symbol)
+    if node is None:
+        return NOT_THERE
+    return hashlib.sha256(repr(_form(node)).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def known_sources() -> Known:
+    return json.loads(KNOWN_SOURCES.read_text())
+
+
+def vllm_root() -> Path:
+    """Folder in which the installed vLLM's package lies.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise UnsupportedError("vLLM is not installed")
+    return Path(spec.origin).parent.parent
+
+
+def compare(part: Part, root: Path) -> tuple[str, list[str]]:
+    """The tested release whose source is nearest, and the symbols that differ from it; of equally
+    near ones the newest."""
+    known = known_sources()
+    found = {
+        symbol: known.get(symbol, {}).get(digest(root, symbol), "").split()
+        for symbol in part.sources
+    }
+    differing = {
+        minor: [symbol for symbol, minors in found.items() if minor not in minors]
+        for minor in reversed(TESTED)
+    }
+    nearest = min(differing, key=lambda minor: len(differing[minor]))
+    return nearest, differing[nearest]
+
+
+def short(symbol: str) -> str:
+    """``Class.name`` of ``package.module:Class.name``."""
+    return symbol.partition(":")[2].replace("@", ".")
+
+
+# The answer.
+
+
+def find(name: str) -> Fit:
+    """Weigh what speaks for a part, without its own test.
+
+    Raises:
+        UnsupportedError: there is no vLLM, or it is older than all that are supported.
+    """
+    version = hooks.vllm_version()
+    refuse_older(version)
+    if is_tested(version):
+        return Fit(Verdict.TESTED, f"vLLM {version}")
+    nearest, differing = compare(BY_NAME[name], vllm_root())
+    if not differing:
+        return Fit(Verdict.SAME, f"as in vLLM {nearest}")
+    listed = ", ".join(short(symbol) for symbol in differing)
+    return Fit(Verdict.DIFFERS, f"{listed} not as in vLLM {nearest}")
+
+
+def why_gone(name: str) -> str:
+    """The names that a part depends on and this vLLM has no more; empty where all are there."""
+    version = hooks.vllm_version()
+    if is_tested(version):
+        return ""
+    root = vllm_root()
+    gone = [each for each in BY_NAME[name].sources if digest(root, each) == NOT_THERE]
+    return f"vLLM {version} has no {', '.join(map(short, gone))}" if gone else ""
+
+
+def admit(name: str) -> str:
+    """Let a part in.
+
+    Returns:
+        What is to be said of it; empty where it is tested.
+
+    Raises:
+        UnsupportedError: it is not to run on this vLLM, and why.
+    """
+    part, (verdict, reason) = BY_NAME[name], find(name)
+    if verdict is Verdict.TESTED:
+        return ""
+    if gone := why_gone(name):
+        raise UntestedError(gone)
+    choice = read_settings()["untested"]
+    if choice == "off" or (choice == "same" and verdict is Verdict.DIFFERS):
+        raise UntestedError(f"{verdict.value}: {reason}; {UNTESTED}={choice}")
+    if verdict is Verdict.SAME:
+        return f"same source: {reason}"
+    if part.self_test != IN_USE:
+        _run(part, reason)
+    return f"self-tested: {reason}"
+
+
+def _run(part: Part, differs: str) -> None:
+    if not part.self_test:
+        raise UntestedError(f"{differs}, and it has no test of its own")
+    module, _, function = part.self_test.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)()
+    except Exception as error:
+        raise UntestedError(
+            f"{differs}, and its test fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+def must_test_itself(name: str) -> bool:
+    """Return whether a part that has been let in has to try itself where it is used."""
+    return find(name).verdict is Verdict.DIFFERS
+
+
+def why_not(name: str) -> str:
+    """Reason why a part is not let in; empty where it is."""
+    try:
+        admit(name)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def level_of(error: Exception) -> int:
+    """Log level of the line that a part is left out: where no test was run on this vLLM, the
+    server's first process has warned already, but not of a part's own test that fails."""
+    is_told = isinstance(error, UntestedError) and error.__cause__ is None
+    return logging.INFO if is_told else logging.WARNING
+
+
+def summary(capabilities: Collection[str]) -> tuple[str, int]:
+    """Line about a vLLM that no test was run on, and its log level; empty where one was."""
+    try:
+        found = {part.name: find(part.name) for part in PARTS if part.of in capabilities}
+    except UnsupportedError:
+        return "", logging.NOTSET
+    if all(each.verdict is Verdict.TESTED for each in found.values()):
+        return "", logging.NOTSET
+    is_self = read_settings()["untested"] == "self"
+    same: dict[str, str] = {}
+    tried: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for name, (verdict, reason) in found.items():
+        if gone := why_gone(name):
+            left[name] = gone
+        elif verdict is Verdict.SAME:
+            same[name] = ""
+        elif is_self and BY_NAME[name].self_test:
+            tried[name] = reason
+        else:
+            left[name] = reason
+    lines = [
+        f"commext: no test was run on vLLM {hooks.vllm_version()}",
+        *_listed("same source as in one that was tested", same),
+        *_listed("self-tested where they are used, as functions differ", tried),
+        *_listed("off", left),
+    ]
+    return "; ".join(lines), logging.WARNING if tried or left else logging.INFO
+
+
+def _listed(what: str, parts: Mapping[str, str]) -> list[str]:
+    named = ", ".join(f"{name} ({why})" if why else name for name, why in parts.items())
+    return [f"{what}: {named}"] if named else []
+
+
+# The machines that `auto` stands for.
+
+
+@contextlib.contextmanager
+def needing_the_extension() -> Iterator[None]:
+    """Turn an ImportError inside into an UnsupportedError that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the native extension {RING} cannot be imported ({error}); "
+            "install a wheel of vllm-commext, or build it with a C compiler at hand"
+        ) from error
+
+
+def require_proven_machine() -> None:
+    """Check for what the native ring is proven on: a vLLM for CPUs, a processor that the ring is
+    tested on, and its extension built.
+
+    Raises:
+        UnprovenHereError: with what it is that differs here.
+    """
+    machine = platform.machine()
+    if machine not in PROVEN_MACHINES:
+        raise UnprovenHereError(f"proven on {', '.join(PROVEN_MACHINES)}, and this is {machine}")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise OtherPlatformError(
+            f"proven with vLLM for CPUs, and this is for {current_platform.device_name}"
+        )
+    try:
+        importlib.import_module(RING)
+    except ImportError as error:
+        raise UnprovenHereError(f"the native extension is not built ({error})") from error
+
+
+def require_proven_gpus() -> None:
+    """Check for what the kernels are proven on: NVIDIA GPUs.  The rest is seen when a group of
+    ranks is made.
+
+    Raises:
+        UnprovenHereError: it is another platform.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise OtherPlatformError(
+            f"proven on NVIDIA GPUs, and this vLLM is for {current_platform.device_name}"
+        )
