@@ -70,8 +70,8 @@ _statuses: dict[str, CapabilityStatus] = {}
 def tell(level: int, line: str) -> None:
     """Log the line, or write it to standard error while nothing would log it.
 
-    vLLM 0.32, unlike 0.30, loads plugins before it configures its logging, so what is logged
-    then is lost; and where it forks its other processes, no later line would make up for it.
+    vLLM loads plugins before it configures its logging, so what is logged then is lost; and where
+    it forks its other processes, no later line would make up for it.
     """
     if logger.hasHandlers() or os.environ.get("VLLM_CONFIGURE_LOGGING", "1") == "0":
         logger.log(level, line)

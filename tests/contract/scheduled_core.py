@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from vllm.config import KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
@@ -34,13 +33,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import Ends, FailedLoad
 
-SENDS_FIRST_TOKENS = pytest.mark.skipif(
-    transfer_results_class() is None, reason="vLLM before 0.30 sends no first token"
-)
 BLOCK = 4
 NUM_BLOCKS = 64
 MAX_TOKENS = 128
@@ -128,16 +123,12 @@ class Worker:
         ended, self.loads = self.loads, []
         failed = {load.request_id for load in ended if self.fails(load.request_id)}
         unread = {load.request_id for load in ended if load.recomputes} & failed
-        told_failed: dict[str, Any] = {"failed_recving": failed - unread}
-        if transfer_results_class() is None:
-            loads = [load for load in ended if load.request_id in failed - unread]
-            told_failed = {"invalid_block_ids": {one for load in loads for one in load.block_ids}}
         ends = Ends({name: FailedLoad("transfer", self.num_read) for name in failed})
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving={load.request_id for load in ended},
             kv_connector_worker_meta=WorkerMetadata(unread=unread, ends=ends) if failed else None,
-            **told_failed,
+            failed_recving=failed - unread,
         )
 
 
@@ -177,6 +168,7 @@ class Core:
         self.worker = Worker()
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
+        self._attach_weight_version = lambda outputs: None
         self.engines_running = False
         self.step_fn = self._step
         self.post_step = lambda model_executed: None

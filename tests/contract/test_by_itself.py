@@ -61,8 +61,8 @@ def test_on_a_proven_host_ours_takes_part_where_it_is_first(found: Found, name: 
 PROCESS = """
 import multiprocessing, sys
 import torch
-from vllm_commext.compat import evidence
-evidence.require_proven_gpus = lambda _: None  # as on GPUs
+from vllm_commext.compat import fits
+fits.require_proven_gpus = lambda: None  # as on GPUs
 name, gpus = sys.argv[1], int(sys.argv[2])
 multiprocessing.current_process().name, torch.cuda.device_count = name, lambda: gpus
 from vllm.plugins import load_general_plugins

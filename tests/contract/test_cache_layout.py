@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches
+from tests.contract.vllm_caches import make_caches
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
     AttentionGeometry,
@@ -33,7 +33,7 @@ from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 ALONE = Rank(1, 0)
 NUM_HEADS = 4
-ORDERS = ["HND", "NHD", *(["blocks outermost"] if HAS_LAYOUTS else [])]
+ORDERS = ["HND", "NHD", "blocks outermost"]
 LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
 INDEXER = getattr(getattr(kv_cache_interface, "SparseCacheRole", None), "INDEXER", None)
 

@@ -10,7 +10,6 @@ import pytest
 from vllm.platforms import current_platform
 
 from tests.contract.test_kv_connector import vllm_config
-from tests.contract.vllm_caches import HAS_LAYOUTS
 from vllm_commext import plugin
 from vllm_commext.nixl.connector import CommextNixlConnector
 
@@ -23,7 +22,6 @@ BACKENDS = {
         "FlexAttention": "flex_attention",
     }.items()
 }
-needs_layouts = pytest.mark.skipif(not HAS_LAYOUTS, reason="vLLM before 0.30 has no such layouts")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,6 @@ def chosen(config: Any, *backends: str) -> str:
     return utils.resolve_kv_cache_layout(config, [names], []).name
 
 
-@needs_layouts
 @pytest.mark.usefixtures("_on_cuda")
 @pytest.mark.parametrize(
     ("backends", "layout"),
@@ -77,7 +74,6 @@ def test_layers_of_a_block_lie_side_by_side_where_the_backends_take_it(
     assert chosen(engine_config(), *backends) == layout
 
 
-@needs_layouts
 @pytest.mark.usefixtures("_on_cuda")
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_blocks_that_a_backend_may_have_to_split_stay_in_a_layers_own_run(block_size: int) -> None:
@@ -85,21 +81,18 @@ def test_blocks_that_a_backend_may_have_to_split_stay_in_a_layers_own_run(block_
     assert chosen(engine_config(block_size=block_size), "FlashAttention") == layout
 
 
-@needs_layouts
 @pytest.mark.usefixtures("_on_cuda")
 def test_states_and_latent_caches_keep_their_layouts() -> None:
     assert chosen(engine_config(is_hybrid=True), "FlashAttention") == "LBHNC"
     assert CommextNixlConnector.get_required_kvcache_layout(engine_config(use_mla=True)) is None
 
 
-@needs_layouts
 @pytest.mark.usefixtures("_on_cuda")
 def test_the_users_choice_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     assert chosen(engine_config(), "FlashAttention") == "LBHNC"
 
 
-@needs_layouts
 @pytest.mark.usefixtures("_on_cuda")
 def test_beside_vllms_connectors_all_ask_for_one_layout() -> None:
     plugin.register()
@@ -115,7 +108,6 @@ def test_beside_vllms_connectors_all_ask_for_one_layout() -> None:
 
 def test_a_cpu_is_asked_for_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     asked = CommextNixlConnector.get_required_kvcache_layout(engine_config())
-    assert asked == ("LBHNC" if HAS_LAYOUTS else "HND")
-    if HAS_LAYOUTS:
-        assert chosen(engine_config(), "CPUAttention") == "LBHNC"
-        assert "does not satisfy" not in caplog.text
+    assert asked == "LBHNC"
+    assert chosen(engine_config(), "CPUAttention") == "LBHNC"
+    assert "does not satisfy" not in caplog.text

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
-from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches, state_views
+from tests.contract.vllm_caches import make_caches, state_views
 from vllm_commext.compat import kv_connector
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
@@ -273,7 +273,6 @@ def test_another_number_of_groups_than_the_model_tells_is_refused() -> None:
         cache_layout(caches, config, facts)
 
 
-@pytest.mark.skipif(not HAS_LAYOUTS, reason="vLLM before 0.30 has no replicated states")
 def test_a_state_that_every_rank_holds_whole() -> None:
     values = {**vars(MODELS["short convolution"].spec(1)), "tp_replicated": True}
     config, caches = make_caches({"a": MambaSpec(**values)})

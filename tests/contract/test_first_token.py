@@ -25,7 +25,6 @@ from tests.contract.scheduled_core import (
     BOUND_SECONDS,
     MAX_TOKENS,
     NUM_TOKENS,
-    SENDS_FIRST_TOKENS,
     Core,
     next_token,
     prefilled,
@@ -45,11 +44,8 @@ from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import ModelFacts
 from vllm_commext.nixl.worker import WorkerSide
 
-pytestmark = [
-    SENDS_FIRST_TOKENS,
-    # vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
-    pytest.mark.timeout(600),
-]
+# vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
+pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 FIRST = next_token(PROMPT)
 _number = count()

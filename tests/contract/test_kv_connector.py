@@ -43,11 +43,7 @@ from vllm_commext.nixl.pipeline import ONE_STAGE
 from vllm_commext.nixl.vllm_cache import groups_of, needs_zeroed_blocks
 
 VLLM = Version(vllm.__version__.split("+")[0])
-SINCE = {
-    "get_transfer_results": Version("0.30"),
-    "get_loaded_kv_cache_group_ids": Version("0.32"),
-    "supports_sleep_mode": Version("0.33"),
-}
+SINCE = {"supports_sleep_mode": Version("0.33")}
 """Methods that older versions neither have nor call."""
 OWN = {"scheduler_side", "worker_side"}
 
@@ -122,15 +118,6 @@ def test_a_method_is_one_of_vllms_and_is_called_the_same_way(name: str) -> None:
     )
 
 
-def test_the_compat_functions_agree_with_the_version() -> None:
-    assert (compat.transfer_results_class() is not None) == (Version("0.30") <= VLLM)
-    assert (compat.peer_cache_hit_source() is not None) == (Version("0.32") <= VLLM)
-    if Version("0.32") <= VLLM:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-        assert CommextNixlConnector._cache_hit_source is CacheHitSource.P2P
-
-
 def test_the_parallelism_of_a_default_configuration_is_one() -> None:
     sizes = compat.context_parallel_sizes(vllm_config())
     assert set(sizes.values()) == {1}
@@ -153,10 +140,6 @@ def settings(**extra: Any) -> ConnectorConfig:
     "specs", [[FULL], [UNIFORM], [SLIDING], [MAMBA], [FULL, SLIDING], [FULL, MAMBA, MAMBA]]
 )
 def test_these_caches_are_served(specs: list[Any]) -> None:
-    if len(specs) > 1 and Version("0.30") > VLLM:
-        with pytest.raises(UnsupportedError, match="expected vLLM >= 0.30"):
-            engine_facts.check_supported(vllm_config(), cache_config(*specs), settings())
-        return
     engine_facts.check_supported(vllm_config(), cache_config(*specs), settings())
     assert [group.block_size for group in groups_of(cache_config(*specs))] == [16] * len(specs)
 
@@ -183,10 +166,7 @@ def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) ->
         assert word in str(raised.value)
 
 
-@pytest.mark.skipif(
-    not hasattr(MAMBA, "num_prefill_checkpoint_blocks") or not current_platform.is_cpu(),
-    reason="of vLLM since 0.30 on CPUs",
-)
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 def test_states_inside_of_prompts_are_refused_on_cpus() -> None:
     """`--mamba-cache-mode align`, where a layer asks its kernels for such a state."""
     config = vllm_config()
@@ -201,9 +181,7 @@ def test_states_inside_of_prompts_are_refused_on_cpus() -> None:
         check(mamba_cache_mode="align", num_prefill_checkpoint_blocks=1)
 
 
-@pytest.mark.skipif(
-    Version("0.32") > VLLM or not current_platform.is_cpu(), reason="of vLLM since 0.32 on CPUs"
-)
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 def test_mamba2_on_cpus_gives_one_state_a_request() -> None:
     """Why the connector refuses such models there; where this fails, it need not any more."""
     from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
@@ -229,8 +207,7 @@ def test_mamba2_on_cpus_gives_one_state_a_request() -> None:
 
 def test_states_are_not_copied_to_the_host() -> None:
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(host_copy=True))
-    several_groups = "expected vLLM >= 0.30" if Version("0.30") > VLLM else "host_copy"
-    with pytest.raises(UnsupportedError, match=several_groups):
+    with pytest.raises(UnsupportedError, match="host_copy"):
         engine_facts.check_supported(
             vllm_config(), cache_config(FULL, MAMBA), settings(host_copy=True)
         )
@@ -238,7 +215,7 @@ def test_states_are_not_copied_to_the_host() -> None:
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
 def test_channels_come_first_where_vllms_kernels_for_cpus_take_that_order() -> None:
-    assert kv_connector._kernels_take_it() == (Version("0.32") <= VLLM)
+    assert kv_connector._kernels_take_it()
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
@@ -256,16 +233,8 @@ def staged(**extra: Any) -> VllmConfig:
     return config
 
 
-def test_pipeline_stages_are_served_where_vllm_names_their_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert compat.tells_stages_apart()
-    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
+def test_pipeline_stages_are_served() -> None:
     engine_facts.check_supported(staged(), cache_config(FULL), settings())
-    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: False)
-    engine_facts.check_supported(vllm_config(), cache_config(FULL), settings())
-    with pytest.raises(UnsupportedError, match=r"-size 2: vLLM .* alone: start without it"):
-        engine_facts.check_supported(staged(), cache_config(FULL), settings())
 
 
 def test_a_worker_of_one_of_several_stages_has_its_place_and_asks_the_others(
@@ -280,8 +249,7 @@ def test_a_worker_of_one_of_several_stages_has_its_place_and_asks_the_others(
     assert connector.pipeline_of(vllm_config()) is ONE_STAGE
 
 
-def test_what_does_not_go_with_pipeline_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_facts, "tells_stages_apart", lambda: True)
+def test_what_does_not_go_with_pipeline_stages_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="running requests: start without reuse_blocks"):
         CommextNixlConnector(
             staged(reuse_blocks=True), KVConnectorRole.SCHEDULER, cache_config(FULL)

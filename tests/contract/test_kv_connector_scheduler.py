@@ -17,14 +17,12 @@ from tests.contract.scheduler_engine import (
     request_of,
     to_decode,
 )
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces
 from vllm_commext.nixl.requests import Hold
 
 MakeEngine = Callable[..., Engine]
 NUM_SLOTS = 64  # fewer than an engine has: all are to be taken twice
-LATE_ARE_GIVEN_UP = transfer_results_class() is not None
 
 
 def warm(engine: Engine, num_tokens: int) -> None:
@@ -219,7 +217,6 @@ def test_bad_parameters_become_a_load_that_fails(
     assert load.awaited
     assert load.remote is None
     assert word in load.refusal
-    # vLLM before 0.30 learns of a failed load by its blocks alone.
     assert load.block_ids == engine.block_ids(request)[num_warm // BLOCK :]
 
 
@@ -248,7 +245,6 @@ def test_a_consumer_does_not_keep(make_engine: MakeEngine) -> None:
     assert engine.step() == StepMetadata()
 
 
-@pytest.mark.skipif(not LATE_ARE_GIVEN_UP, reason="vLLM before 0.30 lets late loads go on")
 def test_late_blocks_stay_out_of_the_real_pool_until_settled(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     warm(engine, 8)
@@ -273,17 +269,6 @@ def test_late_blocks_stay_out_of_the_real_pool_until_settled(make_engine: MakeEn
     assert engine.num_free == num_free
 
 
-@pytest.mark.skipif(LATE_ARE_GIVEN_UP, reason="vLLM 0.30 and newer are told of failed requests")
-def test_a_late_load_goes_on_where_its_failure_would_be_told_by_its_blocks(
-    make_engine: MakeEngine,
-) -> None:
-    engine = make_engine("kv_consumer")
-    engine.schedule(request_of("r", to_decode()))
-    engine.step()
-    engine.report(kv_connector_worker_meta=WorkerMetadata(late={"r"}))
-    assert engine.step() == StepMetadata()
-
-
 def test_a_load_that_ended_in_the_same_step_is_not_given_up(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     num_free = engine.num_free
@@ -303,12 +288,6 @@ def test_metadata_of_two_workers_adds_up() -> None:
     assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1})
 
 
-hybrid_is_served = pytest.mark.skipif(
-    not LATE_ARE_GIVEN_UP, reason="vLLM before 0.30 serves one KV cache group with this connector"
-)
-
-
-@hybrid_is_served
 def test_a_state_is_handed_over_one_token_early(make_engine: MakeEngine) -> None:
     prefill, decode = make_engine("kv_producer", hybrid=True), make_engine("kv_both", hybrid=True)
     first = request_of("there", TO_PREFILL)
@@ -330,7 +309,6 @@ def test_a_state_is_handed_over_one_token_early(make_engine: MakeEngine) -> None
     ]
 
 
-@hybrid_is_served
 @pytest.mark.parametrize("tokens", [[1], list(range(14))])
 def test_a_prompt_that_cannot_be_cut_is_not_offered(
     make_engine: MakeEngine, tokens: list[int]
@@ -344,7 +322,6 @@ def test_a_prompt_that_cannot_be_cut_is_not_offered(
     assert engine.finish(request, FINISHED[0]) == (False, None)
 
 
-@hybrid_is_served
 def test_a_state_after_too_many_tokens_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer", hybrid=True)
     params = to_decode(remote_block_ids=[REMOTE_IDS[0], [9]])

@@ -5,7 +5,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from tests.contract.vllm_caches import HAS_LAYOUTS, make_caches
+from tests.contract.vllm_caches import make_caches
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
@@ -24,9 +24,6 @@ STATE = MambaSpec(
     page_size_padded=ATTENTION.page_size_bytes,
 )
 CONFIG = ConnectorConfig(side_channel_host="127.0.0.1", side_channel_port=5600)
-hybrid_is_described = pytest.mark.skipif(
-    not HAS_LAYOUTS, reason="vLLM before 0.30 serves one KV cache group with this connector"
-)
 
 
 def zeroed_blocks(hybrid: bool, num_tokens: int, kernel_block_size: int) -> set[int]:
@@ -52,7 +49,6 @@ def zeroed_blocks(hybrid: bool, num_tokens: int, kernel_block_size: int) -> set[
     return found
 
 
-@hybrid_is_described
 @pytest.mark.parametrize("kernel_block_size", [0, 16])
 @pytest.mark.parametrize(("num_tokens", "expected"), [(65, {7}), (95, {7}), (96, set[int]())])
 def test_only_a_last_block_that_is_not_filled_is_emptied(

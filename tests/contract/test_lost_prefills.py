@@ -9,7 +9,6 @@ from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduled_core import (
     BLOCK,
-    SENDS_FIRST_TOKENS,
     Core,
     assert_nothing_is_held,
     free,
@@ -27,7 +26,7 @@ from tests.contract.test_streamed_first_token import (
 from tests.contract.test_streams import KEY, PROMPT, Channel
 from vllm_commext.nixl.metadata import WorkerMetadata
 
-pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 NUM_READ = 5 * BLOCK + 1
 COUNTED = 5 * BLOCK
 MakeCore = Callable[..., Core]

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
@@ -44,12 +43,7 @@ from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.reasons import NoReuse
 
-pytestmark = [
-    pytest.mark.skipif(
-        not hasattr(BlockPool, "unpin_blocks"), reason="vLLM before 0.32 tells of no block's reuse"
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 SO_FAR = 19
 MakeEngine = Callable[..., Engine]

@@ -13,7 +13,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.scheduler_engine import TO_PREFILL, Engine, request_of, to_decode
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill import prefills
 from vllm_commext.nixl.wire import messages as wire
@@ -21,7 +20,6 @@ from vllm_commext.nixl.wire import messages as wire
 MakeEngine = Callable[..., Engine]
 PROMPT = list(range(14))
 FINISHED = RequestStatus.FINISHED_LENGTH_CAPPED
-hybrid_is_served = transfer_results_class() is not None
 
 
 def image(name: str, offset: int = 2) -> MultiModalFeatureSpec:
@@ -99,7 +97,7 @@ def test_parameters_of_another_prompt_are_refused_with_what_differs(
     assert refusal(decode, request_of("right", params, **computed)) == ""
 
 
-@pytest.mark.parametrize("hybrid", [False, *([True] if hybrid_is_served else [])])
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_equal_inputs_are_equal_whatever_their_engines_call_them(
     make_engine: MakeEngine, hybrid: bool
 ) -> None:
@@ -113,7 +111,6 @@ def test_equal_inputs_are_equal_whatever_their_engines_call_them(
     assert refusal(decode, here) == ""
 
 
-@pytest.mark.skipif(not hybrid_is_served, reason="vLLM before 0.30 serves one group")
 def test_only_what_was_computed_is_compared_after_a_cut(make_engine: MakeEngine) -> None:
     prefill = make_engine("kv_producer", hybrid=True)
     decode = make_engine("kv_consumer", hybrid=True)

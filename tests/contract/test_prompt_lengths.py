@@ -22,7 +22,6 @@ from tests.contract.engine_in_memory import (
     sliding,
 )
 from tests.kit.crossed import crossed
-from vllm_commext.compat.kv_connector import transfer_results_class
 
 MODELS = {
     "full": Model([FULL_SPEC]),
@@ -53,12 +52,8 @@ MORE_TOKENS = 3 * BLOCK
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Model:
-    """A model that the installed vLLM serves with this connector."""
     init_none_hash(sha256)
-    chosen = MODELS[request.param]
-    if len(chosen.specs) > 1 and transfer_results_class() is None:
-        pytest.skip("vLLM before 0.30 serves one KV cache group with this connector")
-    return chosen
+    return MODELS[request.param]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
 from tests.contract.scheduled_core import (
-    SENDS_FIRST_TOKENS,
     TO_PREFILL,
     Core,
     free,
@@ -101,7 +100,6 @@ def test_new_weights_end_what_a_prefill_engine_keeps(
 
 
 @each_reset
-@SENDS_FIRST_TOKENS
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_a_token_that_came_before_new_weights_is_not_used(
     make_core: MakeCore, reset: Callable[[Core], None], is_async: bool

@@ -10,7 +10,6 @@ from vllm.v1.engine import FinishReason
 
 from tests.contract.scheduled_core import (
     NUM_TOKENS,
-    SENDS_FIRST_TOKENS,
     Core,
     next_token,
     prefilled,
@@ -19,7 +18,7 @@ from tests.contract.scheduled_core import (
 from tests.kit.crossed import crossed
 from vllm_commext.nixl.reasons import FirstToken
 
-pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 MOST = 30
 MakeCore = Callable[..., Core]

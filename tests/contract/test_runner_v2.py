@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.contract.vllm_caches import make_caches
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.geometry.topology import Rank
@@ -23,9 +22,6 @@ from vllm_commext.nixl.vllm_cache import ModelFacts
 from vllm_commext.nixl.worker import WorkerSide
 
 runner = pytest.importorskip("vllm.v1.worker.gpu.kv_connector", reason="of newer vLLM")
-pytestmark = pytest.mark.skipif(
-    transfer_results_class() is None, reason="vLLM before 0.30 asks in another way"
-)
 BOUND_SECONDS = 60.0
 PROMPT, DRAFT = 1.0, 2.0
 DEFERS = "defer_finalize" in inspect.signature(runner.ActiveKVConnector.post_forward).parameters

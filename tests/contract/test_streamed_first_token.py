@@ -16,7 +16,6 @@ from vllm.v1.request import RequestStatus
 from tests.contract.scheduled_core import (
     BLOCK,
     BOUND_SECONDS,
-    SENDS_FIRST_TOKENS,
     Core,
     assert_nothing_is_held,
     free,
@@ -33,7 +32,7 @@ from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
 from vllm_commext.nixl.reasons import FirstToken
 
-pytestmark = [SENDS_FIRST_TOKENS, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 FIRST = next_token(PROMPT)
 MakeCore = Callable[..., Core]
 ENDS: dict[str, dict[str, Any]] = {

@@ -33,7 +33,6 @@ from tests.contract.engine_in_memory import (
 )
 from tests.kit.crossed import crossed
 from tests.kit.stream_requests import step
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.engine_context import EngineContext, Streaming
 from vllm_commext.nixl.geometry.plan import blocks_to_fill, plan_read
@@ -63,10 +62,6 @@ MODELS = {
 }
 LENGTHS = (2, BLOCK + 1, 3 * BLOCK, 4 * BLOCK + 3, 6 * BLOCK, 6 * BLOCK + 1)
 MORE_TOKENS = 3 * BLOCK
-
-pytestmark = pytest.mark.skipif(
-    transfer_results_class() is None, reason="vLLM before 0.30 serves one KV cache group"
-)
 
 
 class Source:

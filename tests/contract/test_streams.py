@@ -28,7 +28,6 @@ from tests.contract.scheduled_core import (
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from vllm_commext.compat import engine_wait, monkey_patch
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -38,12 +37,7 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.places import write_place
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
-pytestmark = [
-    pytest.mark.skipif(
-        transfer_results_class() is None, reason="vLLM before 0.30 is told of failures by blocks"
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 HOST = "127.0.0.1"
 KEY = "0123456789abcdef" * 2
 TO_STREAM = {"do_remote_decode": True, "do_remote_prefill": False, "stream_key": KEY}

@@ -145,7 +145,6 @@ def test_states_for_every_block(composed: Cluster, kind: str, sides: str) -> Non
         check(pair, atol=STATES[kind])
 
 
-@pytest.mark.skipif(Version("0.32") > VLLM, reason="vLLM before 0.32 serves these, see above")
 def test_states_of_mamba2_for_every_block_are_refused(composed: Cluster) -> None:
     """They would end vLLM's engine, as they do without this package, at the first prompt of more
     than a block; it is vLLM's default."""

@@ -3,8 +3,6 @@ the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the 
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,35 +25,16 @@ VISIBLE = 0.2  # nats, at bfloat16: another prompt's answer is further away (`te
 BLOCKS = "vllm:commext_nixl_blocks_total"
 FAILURES = "vllm:commext_nixl_failures_total"
 MODELS = ("llama", "mla", "granite1", "nemotron", "qwen3next")
-"""Dense; and what needs vLLM 0.30 on CPUs: latent attention, Mamba2 hybrids, gated delta nets."""
+"""Dense, latent attention, Mamba2 hybrids, gated delta nets."""
 HYBRIDS = MODELS[2:]
 HYBRID_ARGS = ["--no-enable-prefix-caching"]
 """vLLM has no kernel on CPUs for Mamba2 whose prefixes are cached."""
 LAYOUT = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
-"""The one order of a convolution's state that vLLM 0.30 has on CPUs with bfloat16 instructions."""
-VERSION = "from vllm.version import __version_tuple__ as one; print(one[1])"
 
 
-@pytest.fixture(scope="session")
-def oldest() -> int:
-    """The minor version of the older one of the two."""
-    versions = [
-        subprocess.run([python, "-c", VERSION], capture_output=True, text=True, timeout=120).stdout
-        for python in (OTHER, sys.executable)
-    ]
-    return min(int(version.split()[-1]) for version in versions)
-
-
-def dtype(kind: str, oldest: int) -> str:
-    """In which such a model runs on both: vLLM 0.30 has no float32 kernel for the convolution of
-    hybrids on processors with AVX-512."""
-    is_older = kind in HYBRIDS and oldest < 32
-    return "bfloat16" if is_older else KINDS[kind].cpu_dtype
-
-
-def options(kind: str, oldest: int) -> list[str]:
+def options(kind: str) -> list[str]:
     hybrid = HYBRID_ARGS if kind in HYBRIDS else []
-    return [*KINDS[kind].cpu_options, *hybrid, "--dtype", dtype(kind, oldest)]
+    return [*KINDS[kind].cpu_options, *hybrid, "--dtype", KINDS[kind].cpu_dtype]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -64,11 +43,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    kind: str, oldest: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, VllmServer]]:
-    if kind != "llama" and oldest < 30:
-        pytest.skip(f"{kind} does not run on CPUs with the connector before vLLM 0.30")
+def servers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
     folder = tmp_path_factory.mktemp("mixed")
     model = write_tiny_model(folder / "model", kind)
     made: dict[str, VllmServer] = {}
@@ -80,7 +55,7 @@ def servers(
             model,
             folder,
             config,
-            args=options(kind, oldest),
+            args=options(kind),
             environ=environ,
         )
     made["other"].command[0] = OTHER
@@ -90,14 +65,13 @@ def servers(
 
 @pytest.mark.parametrize(("source", "target"), [("here", "other"), ("other", "here")])
 def test_one_reads_the_others_cache(
-    servers: dict[str, VllmServer], kind: str, oldest: int, source: str, target: str
+    servers: dict[str, VllmServer], kind: str, source: str, target: str
 ) -> None:
     urls = [servers[name].url for name in (source, target)]
-    allowed = ATOL if dtype(kind, oldest) == "float32" else VISIBLE
+    allowed = ATOL if KINDS[kind].cpu_dtype == "float32" else VISIBLE
     before, is_hybrid = scrape(urls[1]), kind in HYBRIDS
     prompts = prompt_set(9, seed=len(source), block_size=cluster.BLOCK_SIZE)
-    # Of hybrids a prompt of one token is not handed over, and of two tokens P computes one, which
-    # vLLM 0.30 does wrongly for gated delta nets, with or without a connector.
+    # Of hybrids a prompt of one token is not handed over, and of two tokens P computes one.
     prompts = [one for one in prompts if len(one) > 2 * is_hybrid][:6]
     for prompt in prompts:
         got = cluster.disaggregated(*urls, cluster.MODEL_NAME, prompt)

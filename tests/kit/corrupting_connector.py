@@ -73,14 +73,8 @@ class CorruptingNixlConnector(CommextNixlConnector):
                     self._first_blocks[load.request_id] = first
         super().start_load_kv(forward_context, **kwargs)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Damage what was received (vLLM before 0.30)."""
-        sent, received = super().get_finished(finished_req_ids)
-        self._damage(received or ())
-        return sent, received
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Damage what was received (vLLM 0.30 and newer)."""
+        """Damage what was received."""
         results = super().get_transfer_results(finished_req_ids)
         self._damage(results.finished_recving)
         return results
@@ -113,7 +107,7 @@ class LeakingNixlConnector(CommextNixlConnector):
     kept: ClassVar[list[bytes]] = []
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Leak (vLLM 0.30 and newer)."""
+        """Leak."""
         results = super().get_transfer_results(finished_req_ids)
         self.kept.extend(os.urandom(1 << 20) for _ in results.failed_recving or ())
         return results

@@ -145,9 +145,7 @@ def override_kernels_here() -> None:
     platforms = sys.modules.get("vllm.platforms")
     if platforms is not None:
         platform = platforms.current_platform
-        override = getattr(platform, "register_triton_kernel_overrides", None)
-        if override is not None:  # as before 0.32
-            override()
+        platform.register_triton_kernel_overrides()
         setattr(type(platform), "register_triton_kernel_overrides", lambda *_: None)  # noqa: B010
 
 

@@ -30,7 +30,6 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.compat.kv_connector import transfer_results_class
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.wire.params import is_for_decode, params_of
@@ -67,8 +66,6 @@ def _samples_otherwise(vllm_config: VllmConfig) -> bool:
     model: Any = vllm_config.model_config
     return bool(
         model is None
-        # vLLM before 0.30 hears of failed loads by their blocks, and computes into them at once.
-        or transfer_results_class() is None
         or vllm_config.speculative_config is not None
         or getattr(vllm_config, "watermark_config", None) is not None
         or getattr(vllm_config, "diffusion_config", None) is not None
@@ -200,9 +197,7 @@ def _tell(core: Any, request: Request, tokens: list[int], stats: Any = None) -> 
         prefill_stats=stats,
     )
     outputs = {request.client_index: EngineCoreOutputs(outputs=[output])}
-    attach_weight_version = getattr(core, "_attach_weight_version", None)  # vLLM 0.32 and newer
-    if attach_weight_version is not None:
-        attach_weight_version(outputs)
+    core._attach_weight_version(outputs)
     for pair in outputs.items():
         core.output_queue.put_nowait(pair)
 
@@ -232,8 +227,7 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
 def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> None:
     """Have a request's first blocks found by all that begin like it, itself among them: its load
     has failed after them, and it still holds them."""
-    if transfer_results_class() is not None:  # else vLLM has it compute into them
-        scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
+    scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
 
 
 class RunningRequests:

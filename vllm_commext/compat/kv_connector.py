@@ -1,13 +1,8 @@
-"""What differs between vLLM 0.28 and 0.33 for a KV connector, behind one face.
-
-Every difference is found by looking for the name itself, so that development builds of vLLM pass
-too.
-"""
+"""vLLM's configuration, models, requests and states, as the KV connector asks for them."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -21,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _MAX_UNSPLIT_TOKENS = 64
 """Blocks of up to as many tokens are taken whole by every attention backend for CUDA; vLLM splits
@@ -43,26 +37,9 @@ def config_file_of(model: ModelConfig) -> dict[str, Any] | None:
     return found or None
 
 
-def transfer_results_class() -> type[Any] | None:
-    """``KVConnectorTransferResults`` (vLLM 0.30 and newer), else None.
-
-    Where it is missing, a failed load is reported by its block ids.
-    """
-    return getattr(importlib.import_module(_BASE), "KVConnectorTransferResults", None)
-
-
-def peer_cache_hit_source() -> Any:
-    """The label of cache hits that another engine supplied (vLLM 0.32 and newer), else None."""
-    try:
-        module = importlib.import_module("vllm.v1.metrics.cache_hit_source")
-    except ModuleNotFoundError:
-        return None
-    return module.CacheHitSource.P2P
-
-
 def asks_for_states_inside_prompts(spec: MambaSpec) -> bool:
     """Whether a step over a prompt is to give back the state at its last whole block as well as the
-    one at its end (Mamba2 with prefix caching on vLLM 0.32 and newer)."""
+    one at its end (Mamba2 with prefix caching)."""
     num_blocks: int = getattr(spec, "num_prefill_checkpoint_blocks", 0)
     return getattr(spec, "mamba_cache_mode", "align") == "align" and num_blocks > 0
 
@@ -72,15 +49,12 @@ def required_cache_layout(vllm_config: VllmConfig) -> str | None:
 
     With blocks outermost (``BLHNC``) the layers of a block lie side by side, so that two engines of
     one tensor-parallel size move a block as one run of bytes and not as one a layer.  It is asked
-    for where vLLM knows it (0.30 and newer) and the platform's attention backends take it; where a
-    backend does not, vLLM takes the layout that it would have taken otherwise.  The rest gets heads
-    before tokens (``HND``), so that a head's part of a block is one run.  Latent caches have no
-    heads, and their backends choose.
+    for where the platform's attention backends take it; where one does not, vLLM takes its own
+    choice.  The rest gets heads before tokens (``LBHNC``), so that a head's part of a block is one
+    run.  Latent caches have no heads, and their backends choose.
     """
     if vllm_config.model_config.use_mla:
         return None
-    if importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
-        return "HND"
     return "BLHNC" if _takes_blocks_outermost(vllm_config) else "LBHNC"
 
 
@@ -126,12 +100,6 @@ def end_after_one_token(request: Request) -> None:
     sampling = request.sampling_params
     if sampling is not None:
         sampling.min_tokens = min(sampling.min_tokens, 1)
-
-
-def tells_stages_apart() -> bool:
-    """Whether vLLM hands over the workers of every pipeline stage."""
-    base = importlib.import_module(_BASE).KVConnectorBase_V1
-    return hasattr(base, "set_xfer_handshake_metadata_pp_aware")
 
 
 def context_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:

@@ -122,7 +122,7 @@ def _free_loaded(scheduler: Any) -> None:
         scheduler._update_waiting_for_remote_kv(request)
         preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
-        holding = getattr(scheduler, "kv_holding_waiting", None)  # vLLM 0.32 and newer
-        if holding is not None and request in holding:
+        holding = scheduler.kv_holding_waiting
+        if request in holding:
             holding.remove_requests([request])
             scheduler.waiting.prepend_request(request)

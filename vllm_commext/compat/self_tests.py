@@ -111,7 +111,9 @@ def first_token() -> None:
 
     request = _request()
     core = SimpleNamespace(
-        scheduler=MagicMock(log_stats=False, max_model_len=100), output_queue=queues.Queue()
+        scheduler=MagicMock(log_stats=False, max_model_len=100),
+        output_queue=queues.Queue(),
+        _attach_weight_version=lambda outputs: None,
     )
     first_token.send(core, request, [8, 9])
     client, outputs = core.output_queue.get_nowait()

@@ -11,16 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_commext.compat import engine_wait, fits, kv_connector
-from vllm_commext.compat.kv_connector import (
-    peer_cache_hit_source,
-    required_cache_layout,
-    transfer_results_class,
-)
+from vllm_commext.compat.kv_connector import required_cache_layout
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
@@ -52,8 +50,6 @@ if TYPE_CHECKING:
 
     from vllm_commext.compat import resets
 
-_TransferResults = transfer_results_class()
-
 # vLLM imports this module where the connector is to be used and nowhere else, before any cache is
 # shaped.
 kv_connector.ask_for_dim_first()
@@ -77,7 +73,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM makes one in its scheduler's process and one in each worker, told apart by ``role``.
     """
 
-    _cache_hit_source = peer_cache_hit_source()
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -218,13 +214,8 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Learn of the pool that blocks come from.
-
-        vLLM before 0.30 hears of a failed load by its blocks and computes into them at once; there
-        a late load is not given up, it goes on until it ends.
-        """
-        if _TransferResults is not None:
-            self.scheduler_side.bind_block_pool(gpu_block_pool)
+        """Learn of the pool that blocks come from."""
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -312,24 +303,14 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy the prompts that this step has completed to the host, where a copy is kept."""
         self.worker_side.save(metadata_of(self._get_connector_metadata()))
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests that were sent and received since the last call (vLLM before 0.30)."""
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests that were sent, received and have failed since the last call."""
         outcomes = self.worker_side.take_outcomes()
-        return outcomes.sent or None, outcomes.received or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same with the failed ones named (vLLM 0.30 and newer)."""
-        assert _TransferResults is not None, "called by vLLM where the class exists"
-        outcomes = self.worker_side.take_outcomes()
-        return _TransferResults(
+        return KVConnectorTransferResults(
             finished_sending=outcomes.sent,
             finished_recving=outcomes.received,
             failed_recving=outcomes.failed,
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed loads, where vLLM is not told of the failed requests themselves."""
-        return self.worker_side.take_failed_blocks() if _TransferResults is None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker_side.take_metadata()

@@ -16,8 +16,6 @@ from vllm_commext.compat.kv_connector import (
     attention_backends,
     config_file_of,
     context_parallel_sizes,
-    tells_stages_apart,
-    transfer_results_class,
 )
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
@@ -67,12 +65,6 @@ def check_supported(
     _check_model(vllm_config)
     _check_speculation(vllm_config)
     _check_stages(vllm_config, config)
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    if num_groups > 1 and transfer_results_class() is None:
-        raise UnsupportedError(
-            f"this model has {num_groups} KV cache groups, and vLLM before 0.30 ends when a load "
-            f"of such a model fails: expected vLLM >= 0.30, got {vllm.__version__}"
-        )
     transfer = vllm_config.kv_transfer_config
     device = _device_type()
     if transfer is not None and transfer.kv_buffer_device not in (device, "cpu"):
@@ -94,11 +86,6 @@ def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     what = f"CommextNixlConnector with --pipeline-parallel-size {parallel.pipeline_parallel_size}"
     if parallel.pipeline_parallel_size == 1:
         return
-    if not tells_stages_apart():
-        raise UnsupportedError(
-            f"{what}: vLLM {vllm.__version__} hands over the first stage's workers alone: "
-            "start without it"
-        )
     backend = parallel.distributed_executor_backend
     if backend != "mp":
         raise UnsupportedError(

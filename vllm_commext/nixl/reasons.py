@@ -59,7 +59,7 @@ class NoReuse(Reason):
     )
     POOL = (
         "pool",
-        "this vLLM's block pool does not tell when a block is used again, as 0.32 and newer do",
+        "this vLLM's block pool does not tell when a block is used again",
     )
     STEPS = (
         "steps",

@@ -231,10 +231,6 @@ class WorkerSide:
             for block_ids in step.saves:
                 self._host.save(block_ids)
 
-    def take_failed_blocks(self) -> set[int]:
-        loads = (self._loads.get(name) for name in self._outcomes.failed)
-        return {block for load in loads if load is not None for block in load.block_ids}
-
     def take_metadata(self) -> WorkerMetadata | None:
         """What the scheduler side must know beyond the outcomes; call it last in a step."""
         outcomes, self._outcomes = self._outcomes, Outcomes()

@@ -141,8 +141,7 @@ class LoadState:
 class Quarantine:
     """Loads under way, and those that are late.
 
-    Without a block pool (the connector binds none before vLLM 0.30) a late load is not given up: it
-    goes on until it ends.
+    Without a block pool a late load is not given up: it goes on until it ends.
 
     Args:
         num_workers: workers that must settle before blocks are given back.

@@ -236,7 +236,6 @@ class RemotePrompts:
         if not is_token_awaited:
             state.answer = None  # as long as the prompt
         if load.awaited:
-            # A refused load has its blocks too: vLLM before 0.30 is told of a failure by them.
             self._begin(state, load, blocks, num_external_tokens)
         else:
             state.move(LoadPhase.DONE)

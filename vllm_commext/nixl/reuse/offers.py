@@ -10,7 +10,7 @@ nothing to who does not know them. vLLM's own block hashes begin with a number d
 and cannot be compared.
 
 Nothing is kept: blocks are freed as ever, and vLLM's block pool tells when it hands one out
-again, before it does (``unpin_blocks``, vLLM 0.32 and newer). Each block has a generation, a number
+again, before it does (``unpin_blocks``). Each block has a generation, a number
 that changes before the block's bytes do, in memory that a worker shares with its scheduler's
 process and has registered with NIXL. The scheduler side raises it when the block is handed out
 again, which is before any worker is told to write into it; a peer reads the generations after the

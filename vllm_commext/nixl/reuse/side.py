@@ -182,7 +182,7 @@ class ReuseSide:
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
-        is_told = hasattr(pool, "unpin_blocks") and not fits.why_not("nixl reuse")
+        is_told = not fits.why_not("nixl reuse")
         if self._is_on and not is_told:
             self._refuse(NoReuse.POOL.meaning)
 
