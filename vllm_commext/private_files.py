@@ -91,14 +91,34 @@ def make(path: Path) -> None:
     """Make an empty private file, and its folder; one that is there stays.
 
     Raises:
-        OSError: that cannot be, or is not private.
+        OSError: that cannot be, or another kind of file is there, or it is not private.
     """
     with opened(path.parent, make=True) as folder:
         fd = os.open(path.name, _MAKE, 0o600, dir_fd=folder)
         try:
-            check_private(os.fstat(fd), path)
+            _check_made(os.fstat(fd), path)
         finally:
             os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Remove a file that `make` has made, if there is one.
+
+    Raises:
+        OSError: another kind of file is there, or it cannot be removed.
+    """
+    try:
+        with opened(path.parent) as folder:
+            _check_made(os.stat(path.name, dir_fd=folder, follow_symlinks=False), path)
+            os.unlink(path.name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+
+
+def _check_made(status: os.stat_result, path: Path) -> None:
+    check_private(status, path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size:
+        raise OSError(errno.EINVAL, "expected an empty regular file", str(path))
 
 
 def read(path: Path) -> bytes | None:

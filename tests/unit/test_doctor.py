@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from vllm_commext.cli import doctor, main, peer, probes
-from vllm_commext.cli.report import Check, Level, as_json, as_text, decode, encode, exit_status
+from vllm_commext.cli.report import (
+    Check,
+    Level,
+    as_json,
+    as_summary,
+    as_text,
+    decode,
+    encode,
+    exit_status,
+)
 
 PATIENT = ("--timeout", "280")
 """Probes of a busy machine start late."""
@@ -171,6 +180,29 @@ def test_the_table_is_aligned_and_no_line_is_too_long() -> None:
     lines = as_text(checks).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[2].index("value") == lines[3].index("word") == lines[4].index("word")
+
+
+def test_a_peers_text_cannot_write_to_the_terminal() -> None:
+    text = "engine \x1b[2J\x07 \u202e and\nmore"
+    check = Check("side channel", "handshake", text, Level.ERROR, text)
+    for said in (as_text([check]), as_summary([check])):
+        assert all(line.isprintable() for line in said.splitlines())
+        assert r"engine \x1b[2J\x07 \u202e and more" in said
+
+
+@pytest.mark.parametrize("library", ["torch", "nixl"])
+def test_to_listen_without_a_library_is_one_sentence(
+    library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, library, None)
+    if library == "torch":
+        monkeypatch.setattr("vllm_commext.nixl.transport.agent.NixlAgent", lambda config: None)
+    assert main.main(["doctor", "--listen", "127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vllm-commext doctor: no NIXL agent here: ")
+    assert said.count("\n") == 1
 
 
 def test_toggles_report_value_source_bad_values_and_unknown_names(

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import json
+import os
 import stat
 import threading
 from collections.abc import Iterator
@@ -262,3 +263,41 @@ def test_the_command_says_what_an_engine_lacks(
     engine.file, engine.url = tmp_path / "drain", "http://127.0.0.1:1"
     assert drain(engine) == 2
     assert "cannot reach" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), ("--undo",)])
+@pytest.mark.parametrize("kind", ["pipe", "text", "link", "folder"])
+def test_what_is_no_drain_file_is_refused_and_stays(
+    kind: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "there"
+    (tmp_path / "target").touch()
+    made = {
+        "pipe": lambda: os.mkfifo(path, 0o600),
+        "text": lambda: path.write_text("notes"),
+        "link": lambda: path.symlink_to(tmp_path / "target"),
+        "folder": path.mkdir,
+    }
+    made[kind]()
+    before = path.lstat()
+    command = ["drain", "--file", str(path), "--url", "http://127.0.0.1:1", *options]
+    assert main.main(command) == 2
+    assert "expected a file that can be" in capsys.readouterr().err
+    assert path.lstat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("body", ["", "{}", "[]", '{"in_flight": "many"}', '{"in_flight": null}'])
+def test_an_answer_that_is_no_engines_is_one_sentence(
+    engine: Any, body: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(self: Any) -> None:
+        self.send_response(503)
+        self.send_header(HEADER, "1")
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    engine.do_GET = answer
+    assert drain(engine) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "cannot reach an engine at" in said

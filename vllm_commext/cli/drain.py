@@ -1,6 +1,7 @@
 """`vllm-commext drain`: let an engine finish its work before it is stopped."""
 
 import argparse
+import http.client
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     file, url = Path(args.file), args.url.rstrip("/")
     try:
         if args.undo:
-            file.unlink(missing_ok=True)
+            private_files.remove(file)
         else:
             private_files.make(file)
     except (OSError, ValueError) as error:
@@ -115,8 +116,15 @@ def work_left(url: str) -> dict[str, float] | None:
     """Work left to an engine that drains, by kind; None for one that does not drain.
 
     Raises:
-        EngineAwayError: it does not answer.
+        EngineAwayError: it does not answer, or not as an engine does.
     """
+    try:
+        return _work_left(url)
+    except (OSError, ValueError, TypeError, LookupError, http.client.HTTPException) as error:
+        raise EngineAwayError(f"cannot reach an engine at {url}: {error!r}") from error
+
+
+def _work_left(url: str) -> dict[str, float] | None:
     headers, health = _get(f"{url}/health")
     if HEADER not in headers:
         return None
@@ -136,5 +144,3 @@ def _get(url: str) -> tuple[Any, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.headers, error.read().decode()
-    except (OSError, ValueError) as error:
-        raise EngineAwayError(f"cannot reach {url}: {error}") from error

@@ -255,18 +255,18 @@ def listen(place: str, secret_file: str) -> int:
     """Answer `--peer` of another host until interrupted; returns the exit status.
 
     Raises:
-        CommextError: NIXL does not load, or the place cannot be bound.
+        CommextError: NIXL or torch does not load, or the place cannot be bound.
     """
-    from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-    from vllm_commext.nixl.transport.agent import NixlAgent
-
     host, port = _parsed(place)
     secret = read_secret(secret_file)
     try:
+        from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+        from vllm_commext.nixl.transport.agent import NixlAgent
+
         agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
+        memory = _memory()
     except Exception as error:  # NIXL raises many types
         raise UnsupportedError(f"no NIXL agent here: {error}; see `vllm-commext doctor`") from error
-    memory = _memory()
     agent.register([(memory.address, memory.num_bytes)], memory.memory_type, memory.device_id)
     worker = WorkerDescription(
         engine_id=NAME,

@@ -17,6 +17,7 @@ from itertools import groupby
 import msgspec
 
 from vllm_commext import __version__
+from vllm_commext.limited_log import on_one_line
 
 JSON_SCHEMA = 1
 NAME_COLUMNS = 30
@@ -60,7 +61,11 @@ def exit_status(checks: Iterable[Check]) -> int:
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Wrap a text at `LINE_COLUMNS`, all lines but the first behind `indent` blanks."""
+    """Wrap a text at `LINE_COLUMNS`, all lines but the first behind `indent` blanks.
+
+    It may be a peer's: what cannot be printed is escaped.
+    """
+    text = on_one_line(" ".join(text.split()))
     lines = textwrap.wrap(text, LINE_COLUMNS - indent, break_on_hyphens=False) or [""]
     return f"\n{' ' * indent}".join(lines)
 
