@@ -28,7 +28,7 @@ def test_the_probes_cover_vllm_its_apis_and_nixl(tmp_path: Path) -> None:
     has the others, and the command."""
     files = [tmp_path / name for name in ("vllm", "nixl")]
     programs = [
-        {"module": "vllm_commext.cli.probes", "arguments": [file.name, str(file)]} for file in files
+        {"module": "vllm_commext.cli.checks", "arguments": [file.name, str(file)]} for file in files
     ]
     for done in run_at_once(programs, {}):
         assert done.returncode == 0, done.stderr

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.cli import doctor, main, peer, probes
+from vllm_commext.cli import checks as table
+from vllm_commext.cli import doctor, main
 from vllm_commext.cli.report import (
     Check,
+    Found,
     Level,
+    Row,
     as_json,
     as_summary,
     as_text,
@@ -47,7 +50,7 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(probe: str, result: Path, *_: str) -> list[str]:
         run = (
             f"sys.argv[1:] = [{probe!r}, {str(result)!r}]; import runpy; "
-            "runpy.run_module('vllm_commext.cli.probes', run_name='__main__')"
+            "runpy.run_module('vllm_commext.cli.checks', run_name='__main__')"
         )
         return [sys.executable, "-c", "\n".join([HIDE, HIDE_DISTRIBUTIONS, run])]
 
@@ -138,19 +141,32 @@ def test_a_probe_without_a_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert check.value == "ended with status 3 and without a result"
 
 
-def test_what_a_probe_found_before_it_raised_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe() -> Iterator[Check]:
-        yield Check("gpu", "first", "found")
+def test_what_a_probe_found_before_it_raised_is_kept() -> None:
+    def probe() -> Iterator[Found]:
+        yield Found("found", name="first")
         raise RuntimeError("then this")
 
-    monkeypatch.setitem(probes.PROBES, "gpu", probe)
-    first, second = probes.collect("gpu")
+    first, second = Row("gpu", "", probe).checks()
     assert (first.name, first.value) == ("first", "found")
-    assert (second.level, second.value) == (Level.ERROR, "RuntimeError: then this")
+    assert (second.name, second.level, second.value) == (
+        *("probe", Level.ERROR),
+        "RuntimeError: then this",
+    )
 
 
-def test_every_probe_of_the_doctor_is_there() -> None:
-    assert {*doctor.PROBES, peer.SIDE_CHANNEL, peer.READS} == set(probes.PROBES)
+def test_a_remedy_is_printed_unless_all_is_well() -> None:
+    levels = (Level.OK, Level.INFO, Level.WARNING)
+    found = [Found("v", level) for level in levels]
+    checks = Row("gpu", "n", lambda: found, "the row's").checks()
+    assert [check.hint for check in checks] == ["", "the row's", "the row's"]
+    (check,) = Row("gpu", "n", lambda: Found("v", Level.ERROR, "own", ""), "the row's").checks()
+    assert (check.name, check.hint) == ("own", "")
+
+
+def test_every_section_of_the_table_is_in_one_group() -> None:
+    sections = [section for group in table.GROUPS.values() for section in group]
+    assert sorted(sections) == sorted({row.section for row in table.TABLE})
+    assert tuple(table.GROUPS) == doctor.PROBES
 
 
 @pytest.mark.parametrize(
@@ -211,7 +227,7 @@ def test_toggles_report_value_source_bad_values_and_unknown_names(
     monkeypatch.setenv("VLLM_COMMEXT_NIXL", "0")
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "yes")
     monkeypatch.setenv("VLLM_COMMEXT_NOVEL", "1")
-    found = {check.name: check for check in probes.collect("toggles")}
+    found = {check.name: check for check in table.collect("toggles")}
     assert found["VLLM_COMMEXT"].value == "1 (default)"
     assert found["VLLM_COMMEXT_NIXL"].value == "0 (environment)"
     assert found["VLLM_COMMEXT_STRICT"].level is Level.ERROR
@@ -224,7 +240,7 @@ def test_being_left_out_by_vllm_plugins_is_said(
     monkeypatch: pytest.MonkeyPatch, allowed: str
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    (check,) = (check for check in probes.collect("package") if check.name == "entry point")
+    (check,) = (check for check in table.collect("package") if check.name == "entry point")
     assert check.level is Level.WARNING
     assert "leaves commext out" in check.value
 
@@ -235,38 +251,38 @@ def test_a_free_and_a_taken_port() -> None:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.getsockname()[1]),
         }
-        taken = probes.side_channel_port(environ)
+        taken = table.side_channel_port(environ)
     assert taken.level is Level.WARNING
     assert "in use" in taken.value
-    assert probes.side_channel_port(environ).level is Level.OK
+    assert table.side_channel_port(environ).level is Level.OK
 
 
 @pytest.mark.parametrize("port", ["", "x", "-1", "65536"])
 def test_a_port_that_is_none(port: str) -> None:
-    check = probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
+    check = table.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
     assert check.level is Level.ERROR
 
 
 def test_a_host_that_does_not_resolve() -> None:
-    check = probes.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_HOST": "no-such.invalid"})
+    check = table.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_HOST": "no-such.invalid"})
     assert check.level is Level.WARNING
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(probes, "SHM", tmp_path)
-    monkeypatch.setattr(probes, "MIN_FREE_SHM_BYTES", 0)
-    assert probes.shared_memory().level is Level.OK
-    monkeypatch.setattr(probes, "MIN_FREE_SHM_BYTES", 1 << 62)
-    assert probes.shared_memory().level is Level.WARNING
-    monkeypatch.setattr(probes, "SHM", tmp_path / "gone")
-    assert probes.shared_memory().level is Level.ERROR
+    monkeypatch.setattr(table, "SHM", tmp_path)
+    monkeypatch.setattr(table, "MIN_FREE_SHM_BYTES", 0)
+    assert table.shared_memory().level is Level.OK
+    monkeypatch.setattr(table, "MIN_FREE_SHM_BYTES", 1 << 62)
+    assert table.shared_memory().level is Level.WARNING
+    monkeypatch.setattr(table, "SHM", tmp_path / "gone")
+    assert table.shared_memory().level is Level.ERROR
 
 
 def test_peer_access_names_the_pairs_that_lack_it() -> None:
-    check = probes.peer_access(3, lambda a, b: (a, b) != (0, 2))
+    check = table.peer_access(3, lambda a, b: (a, b) != (0, 2))
     assert (check.value, check.level) == ("not 0->2", Level.WARNING)
-    assert probes.peer_access(2, lambda a, b: True).value == "all 2 pairs"
-    assert probes.peer_access(1, lambda a, b: False).level is Level.INFO
+    assert table.peer_access(2, lambda a, b: True).value == "all 2 pairs"
+    assert table.peer_access(1, lambda a, b: False).level is Level.INFO
 
 
 def test_the_timeout_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:

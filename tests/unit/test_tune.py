@@ -17,7 +17,8 @@ from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.cache import builtin_table
 from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
-from vllm_commext.cli import main, probes, tune
+from vllm_commext.cli import checks as table
+from vllm_commext.cli import main, tune
 from vllm_commext.cli.tune_rank import RankOptions
 from vllm_commext.compat import tp_group
 
@@ -154,19 +155,19 @@ say("table", table=tables.encode(made).decode(), path="", machine={{}})
 
 
 def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
-    checks = list(probes.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99)))
+    checks = list(table.tables(4, lambda world: builtin_table("NVIDIA H200", world % 4 or 99)))
     assert [check.name for check in checks] == ["all-reduce over 2 GPUs", "all-reduce over 4 GPUs"]
     assert checks[0].value.startswith("bfloat16: flashinfer_one_shot up to ")
-    assert (checks[0].hint, checks[1].hint) == (
+    assert (checks[0].remedy, checks[1].remedy) == (
         "",
         "vllm-commext tune allreduce --tp 4 measures it",
     )
-    assert not list(probes.tables(1, lambda _: None))
+    assert not list(table.tables(1, lambda _: None))
 
 
 def test_doctor_says_what_keeps_multicast_off() -> None:
-    assert probes.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
-    assert probes.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
+    assert table.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
+    assert table.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
 
 
 def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:

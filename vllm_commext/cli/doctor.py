@@ -35,7 +35,7 @@ STDERR_TAIL_CHARACTERS = 300
 
 
 def _command(probe: str, result: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_commext.cli.probes", probe, str(result), *arguments]
+    return [sys.executable, "-m", "vllm_commext.cli.checks", probe, str(result), *arguments]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

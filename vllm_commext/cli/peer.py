@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from vllm_commext.cli import fabric
-from vllm_commext.cli.report import Check, Level
+from vllm_commext.cli.report import Check, Level, Row
 from vllm_commext.errors import CommextError, CommextTimeoutError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig, parse_address
 from vllm_commext.nixl.geometry import layout
@@ -181,7 +181,7 @@ def probe_reads(peer: str, secret_file: str) -> Iterable[Check]:
     from vllm_commext.nixl.log import logger
     from vllm_commext.nixl.transport.agent import NixlAgent
 
-    yield from fabric.named_devices()
+    yield from Row("machine", fabric.DEVICES_VARIABLE, fabric.named_devices).checks()
     logger.logger.addHandler(said := _Said())
     logger.logger.propagate = False
     try:
@@ -249,6 +249,9 @@ def _memory() -> Memory:
     has_gpu = torch.cuda.is_available()
     made = torch.zeros(PROBE_BYTES[-1], dtype=torch.uint8, device="cuda" if has_gpu else "cpu")
     return Memory(made.data_ptr(), made.nbytes, "VRAM" if has_gpu else "DRAM", 0, made)
+
+
+PROBES = {SIDE_CHANNEL: probe_side_channel, READS: probe_reads}
 
 
 def listen(place: str, secret_file: str) -> int:

@@ -9,10 +9,10 @@ with the strings ``section``, ``name``, ``value``, ``level`` and ``hint``.
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,6 +49,44 @@ class Check(msgspec.Struct, frozen=True):
     value: str
     level: Level = Level.INFO
     hint: str = ""
+
+
+class Found(NamedTuple):
+    """A probe's verdict.
+
+    Attributes:
+        value: what was found.
+        level: how good that is.
+        name: of the check where a row has several, else the row's.
+        remedy: the row's, if None; printed unless all is well.
+    """
+
+    value: str
+    level: Level = Level.OK
+    name: str = ""
+    remedy: str | None = None
+
+
+class Row(NamedTuple):
+    """One row of the table; its probe gives one verdict or several, or none where it is nothing to
+    this machine."""
+
+    section: str
+    name: str
+    probe: Callable[[], "Found | Iterable[Found]"]
+    remedy: str = ""
+
+    def checks(self) -> Iterator[Check]:
+        """Run the probe; what it found before it raised is kept."""
+        try:
+            found = self.probe()
+            for one in (found,) if isinstance(found, Found) else found:
+                remedy = self.remedy if one.remedy is None else one.remedy
+                hint = "" if one.level is Level.OK else remedy
+                yield Check(self.section, one.name or self.name, one.value, one.level, hint)
+        except Exception as error:  # noqa: BLE001 - the report must say what went wrong
+            value = f"{type(error).__name__}: {error}"
+            yield Check(self.section, self.name or "probe", value, Level.ERROR)
 
 
 EXIT_STATUS = {Level.OK: 0, Level.INFO: 0, Level.WARNING: 1, Level.ERROR: 2}
@@ -110,56 +148,27 @@ def decode(data: bytes) -> list[Check]:
     return msgspec.json.decode(data, type=list[Check])
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """One capability that could be switched on.
-
-    Attributes:
-        capability: its name among the checks of the section ``capabilities``.
-        line: what to put into the environment of ``vllm serve``.
-        brings: what was measured, and on what.
-        fits: whether a machine with these checks is such a machine.
-    """
-
-    capability: str
-    line: str
-    brings: str
-    fits: Callable[[Sequence[Check]], bool]
-
-
-def suggestions(checks: Sequence[Check]) -> list[Suggestion]:
-    """The rows of `OFFERS` that are off and fit this machine."""
-    off = {
-        check.name
-        for check in checks
-        if check.section == "capabilities" and check.value.startswith("off")
-    }
-    return [one for one in OFFERS if one.capability in off and one.fits(checks)]
-
-
-def _has(checks: Sequence[Check], section: str, name: str) -> bool:
-    return any(
-        (check.section, check.name, check.level) == (section, name, Level.OK) for check in checks
-    )
-
-
-def _two_or_four_h200(checks: Sequence[Check]) -> bool:
-    """Two GPUs or four, all H200, and each reaches the memory of every other."""
-    names = [check.value for check in checks if check.name.removeprefix("GPU ").isdigit()]
-    are_h200 = all(name.startswith("NVIDIA H200") for name in names)
-    return len(names) in (2, 4) and are_h200 and _has(checks, "gpu", "peer access")
-
-
-OFFERS = (
-    Suggestion(
-        "reduce_rms",
-        "VLLM_COMMEXT_REDUCE_RMS=auto",
-        "QK RMSNorm of MiniMax-M2 with tensor parallelism takes 1.29x to 1.63x less time (1 and "
-        "2,048 tokens, two and four H200, docs/performance.md); `auto` leaves other models alone",
-        _two_or_four_h200,
-    ),
+OFFER = "VLLM_COMMEXT_REDUCE_RMS=auto"
+OFFERED = (
+    "QK RMSNorm of MiniMax-M2 with tensor parallelism takes 1.29x to 1.63x less time (1 and 2,048 "
+    "tokens, two and four H200, docs/performance.md); `auto` leaves other models alone"
 )
-"""What a run on such GPUs supports, in the order in which it is offered."""
+
+
+def can_offer(checks: Sequence[Check]) -> bool:
+    """Whether `OFFER` is off here, and these are two or four H200 that reach one another."""
+    found = {(check.section, check.name): check for check in checks}
+    off = found.get(("capabilities", "reduce_rms"))
+    peers = found.get(("gpu", "peer access"))
+    names = [check.value for check in checks if check.name.removeprefix("GPU ").isdigit()]
+    return (
+        off is not None
+        and off.value.startswith("off")
+        and peers is not None
+        and peers.level is Level.OK
+        and len(names) in (2, 4)
+        and all(name.startswith("NVIDIA H200") for name in names)
+    )
 
 
 TITLES = {"vllm": "vLLM", "nixl": "NIXL", "gpu": "GPUs"}
@@ -182,9 +191,9 @@ def as_summary(checks: Sequence[Check]) -> str:
         found = list(group)
         if not _is_told(section, found):
             lines.append(_group(section, found))
-    offered = suggestions(checks)
-    if offered:
-        lines += ["", "Could be switched on here, for a start of vLLM:", *map(_offer, offered)]
+    if can_offer(checks):
+        lines += ["", "Could be switched on here, for a start of vLLM:", f"  export {OFFER}"]
+        lines.append(f"      {wrapped(OFFERED, 6)}")
     return "\n".join([*lines, "", f"All {len(checks)} checks: vllm-commext doctor --verbose"])
 
 
@@ -218,11 +227,6 @@ def _group(section: str, checks: Sequence[Check]) -> str:
     mark = MARKS[worst if worst is not Level.INFO else Level.OK]
     lead = f"  {mark:<5}{TITLES.get(section, section):<{TITLE_COLUMNS}} "
     return lead + wrapped(HEADLINES.get(section, _count)(checks), len(lead))
-
-
-def _offer(one: Suggestion) -> str:
-    lead = "  "
-    return f"{lead}export {one.line}\n{lead}    {wrapped(one.brings, len(lead) + 4)}"
 
 
 def _count(checks: Sequence[Check]) -> str:
