@@ -28,7 +28,7 @@ class _Stage(Enum):
 
 
 class _LeftError(Exception):
-    """Another rank has failed, or is done while this one is not; every rank has been told."""
+    """Another rank has failed, or is done while this one is not; every rank knows."""
 
 
 class Collective:

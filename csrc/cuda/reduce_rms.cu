@@ -16,7 +16,7 @@
 // Progress: a team waits only for the same token on other GPUs. Blocks start in the order of their
 // index, so the lowest token that is still missing somewhere has a free place there.
 //
-// Compiled for one shape at a time; the macros are set by build.py:
+// Compiled for one shape at a time; the macros are set by kernel.py:
 //   ELEMENT       0 float, 1 half, 2 bfloat16: type of rows and outputs
 //   WEIGHT        the same for the weights
 //   WORLD_SIZE    ranks, 2 to 8
@@ -36,7 +36,7 @@ constexpr u64 EMPTY_WORD = (u64(SENTINEL) << 32) | SENTINEL;
 constexpr u32 BUSY = 1;  // low bit of a state word; the slot stands above it
 constexpr u32 NUM_SLOTS = 3;
 constexpr u32 SPINS_PER_LOOK = 64;  // at the clock and at whether the workspace has failed
-constexpr u64 MISSING_PEER = 1, CONCURRENT_USE = 2;  // kinds of failure, as in layout.py
+constexpr u64 MISSING_PEER = 1, CONCURRENT_USE = 2;  // kinds of failure, as in kernel.py
 
 constexpr u32 TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr u32 BLOCK_THREADS = TEAM_THREADS * BLOCK_TEAMS;
@@ -68,7 +68,7 @@ struct Sums {
   float q, k;
 };
 
-// What a lane needs of the workspace, whose words are told in layout.py.
+// What a lane needs of the workspace, whose words kernel.py describes.
 struct Peer {
   u64* slots;     // of the rank whose number is the lane's
   u64* my_slots;  // of this rank

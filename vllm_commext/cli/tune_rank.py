@@ -87,6 +87,6 @@ def run(options: RankOptions) -> None:
 
 if __name__ == "__main__":
     run(msgspec.json.decode(sys.argv[1], type=RankOptions))
-    # What was measured is told; tearing down libraries that share memory need not go well.
+    # The measurement is out; tearing down libraries that share memory need not go well.
     sys.stdout.flush()
     os._exit(0)

@@ -81,7 +81,7 @@ def _requirements(facts: "Facts") -> "Requirements":
 
 
 def is_by_itself() -> bool:
-    """Whether nobody has asked for the all-reduce, and it takes part only where it is faster."""
+    """True under `auto`: ours takes part only where it is faster."""
     settings = read_settings()
     return settings["allreduce"] == AUTO and settings["allreduce_backend"] == AUTO
 
@@ -205,7 +205,7 @@ def _attach(communicator: Any, name: str) -> None:
 
 
 def _self_test(communicator: Any, made: "Dispatcher") -> None:
-    """Whether the sums of all backends are those of the group. No rank leaves before the end, as
+    """Compare the sums of all backends with the group's. No rank leaves before the end, as
     others would wait for it."""
     import torch
     from torch import distributed

@@ -2,7 +2,7 @@
 
 It comes right before vLLM's own all-reduce fusion, which then finds nothing where ours is, and runs
 also where vLLM's is off or lacks FlashInfer. vLLM keeps compiled graphs in files by what they
-depend on, and inductor too: both are told our pass's identity.
+depend on, and inductor too: both get our pass's identity.
 """
 
 import functools
@@ -101,7 +101,7 @@ def _ops() -> fused_graph.Ops:
 
 
 def self_test(device: torch.device) -> None:
-    """Whether vLLM's ops are the norms that we take them for, and are what its layer writes.
+    """Check that vLLM's ops are RMSNorms, and that its layer writes them.
 
     Raises:
         UnsupportedError: they are not.
@@ -151,7 +151,7 @@ def _is_op(name: str) -> bool:
 
 
 def _serves(tokens: Any, group: str, shape: FusedShape) -> bool:
-    """Whether our op is the fastest for some number of tokens in a graph's range."""
+    """Ask the group's policy about a graph's range of tokens."""
     norm = fused_op.find_group(group)
     row = shape.hidden * ITEM_BYTES[shape.dtype]
     low, high = tokens.start * row, tokens.end * row

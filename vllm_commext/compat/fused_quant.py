@@ -69,13 +69,13 @@ class QuantiserPatterns:
                 if self._can_be(key, as_op):
                     matcher = MatcherQuantFP8(key, enabled=as_op, **layout)
                     self._add(epilogue, matcher)
-        # As vLLM's: the next manager of passes begins anew.
+        # As vLLM's: the next manager of passes starts empty.
         pattern_matcher._seen_patterns.clear()  # pyright: ignore[reportPrivateUsage]
 
     @staticmethod
     def _can_be(key: Any, as_op: bool) -> bool:
-        """Whether vLLM can write it so. A group's scales need its op, which says how they lie; and
-        builds for CPUs have some of the ops by name alone."""
+        """Check that vLLM can write it so. A group's scales need its op, which says how they lie.
+        Builds for CPUs have some of the ops by name alone."""
         op = QUANT_OPS.get(key)
         return op is not None and (
             can_auto_functionalize(op) if as_op else key is not kFp8Dynamic128Sym

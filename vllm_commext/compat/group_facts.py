@@ -1,5 +1,5 @@
-"""What our kernels' taking part in a tensor-parallel group depends on, read from vLLM and agreed by
-all ranks once for each group; both the all-reduce and the norms decide by it.
+"""Facts that decide if our kernels take part in a tensor-parallel group, read from vLLM and agreed
+by all ranks once for each group; both the all-reduce and the norms decide by them.
 """
 
 import importlib
@@ -31,10 +31,10 @@ _agreed: "list[tuple[ProcessGroup, Facts | UnsupportedError]]" = []
 
 
 def why_not_by_itself(config: Any, world_size: int) -> str:
-    """Reason why `auto` leaves a group of so many ranks alone; empty where it may take part.
+    """Reason why `auto` leaves a group alone; empty where it may take part.
 
-    It asks nobody: a rank of another host may not have this package, and would not answer. So only
-    workers that one parent has started count, which have one environment.
+    It asks no other rank: one of another host may not have this package, and would not answer. So
+    only workers that one parent has started count, which have one environment.
     """
     model = getattr(config, "model_config", None)
     if model is None:
@@ -61,7 +61,7 @@ def _settings() -> tuple[str, ...]:
 
 
 def _has_multicast(device: "torch.device") -> bool:
-    """Whether the GPU has multicast, which the driver tells, and vLLM may use it."""
+    """True where the GPU has multicast by the driver's word, and vLLM may use it."""
     if all(os.environ.get(name) == value for name, value in NO_MULTICAST.items()):
         return False
     from vllm_commext.gpu.launch import check
@@ -137,6 +137,6 @@ def forget(group: "ProcessGroup") -> None:
 
 
 def microbatches(config: Any) -> bool:
-    """Whether vLLM runs a batch in parts, on several streams."""
+    """True where vLLM runs a batch in parts, on several streams."""
     parallel = config.parallel_config if config is not None else None
     return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1

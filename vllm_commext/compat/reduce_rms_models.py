@@ -45,7 +45,7 @@ _failures: dict[str, str] = {}
 
 
 def is_faster(kind: str, gpu: str, world_size: int, dtype: str) -> bool:
-    """Whether the op was measured faster there than `kind`, one of `KINDS`, at every number of
+    """True where the op was measured faster than `kind`, one of `KINDS`, at every number of
     tokens, in CUDA graphs: ``benchmarks/reduce_rms.py``, results of 2026-11-22, and
     ``benchmarks/spread_norms.py``, of 2026-11-24."""
     return dtype in _DTYPES and world_size in _FASTER.get((kind, gpu), ())
@@ -115,7 +115,7 @@ def _shard(weight: "torch.Tensor", rank: int, size: int) -> "torch.Tensor":
 
 
 def _spreads_whole_rows(attention: Any) -> bool:
-    """Whether a rank's Q and K are parts of rows that are normed as a whole, and no copies."""
+    """Check that a rank's Q and K are parts of rows that are normed as a whole, and no copies."""
     norms = [getattr(attention, name, None) for name in QK_NORMS]
     if attention.tp_size == 1:
         return False
@@ -184,7 +184,7 @@ def _install_transformers(give: Give) -> None:
 
 
 def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
-    """Whether a norm is that of all heads of Q or K; a rank has a part of each row then."""
+    """Check that a norm is that of all heads of Q or K; a rank has a part of each row then."""
     if type(norm).__name__ != "TPAwareRMSNorm" or norm.tp_size == 1 or not norm.has_weight:
         return False
     return prefix.rpartition(".")[2] in QK_NORMS and norm.weight.numel() > head_size

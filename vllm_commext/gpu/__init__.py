@@ -1,1 +1,1 @@
-"""What the kernels of this package share: compiling, launching, memory that peers map."""
+"""Shared by all kernels: compiling, launching, memory that peers map."""

@@ -54,7 +54,7 @@ def forget_error() -> None:
 
 
 def export_handle(address: int) -> bytes:
-    """Return a handle by which processes of this host map the allocation that begins there."""
+    """Return a handle for other processes of this host to map the allocation there."""
     runtime = cuda_runtime()
     handle = check(runtime.cudaIpcGetMemHandle(address), "exporting device memory")
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)

@@ -38,7 +38,7 @@ NEXT_STEPS = 6  # of a graph, from our op to a product of its output
 TURNS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 Serves = Callable[[str, FusedShape], bool]
-"""Whether the op is wanted for a group's name and a shape; the same on all ranks."""
+"""Decides for a group's name and a shape if the op is wanted; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def _call_fake(ops: Ops, arguments: Sequence[Any], bias: dict[str, Any]) -> Any:
 
 
 def can_absorb(ops: Ops, norm: Any, inside: Collection[fx.Node], epilogue: str, scale: Any) -> bool:
-    """Whether our op could make what a quantiser makes of its norm.
+    """Check that our op can take a quantiser in.
 
     Args:
         norm: what is quantised.
-        inside: the quantiser's nodes; nobody else may use the norm.
+        inside: the quantiser's nodes, the only users of the norm.
         epilogue: of `fused_layout.EPILOGUES`.
         scale: the node of a given scale, or None.
     """
@@ -279,7 +279,7 @@ def absorb(graph: fx.Graph, ops: Ops) -> int:
 
 def name_next_weights(graph: fx.Graph, ops: Ops) -> int:
     """Tell each of our ops which of the graph's inputs its output is multiplied by next, and return
-    how many were told. Comes last, for no other change looks at it."""
+    the number of ops that know one. Comes last, as no other change looks at it."""
     count = 0
     for fused in graph.find_nodes(op="call_function", target=ops.fused):
         weight = _next_weight(fused)

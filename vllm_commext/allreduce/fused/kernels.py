@@ -198,7 +198,7 @@ class PushFused:
         self._kernels.prepare(shape, layout.forms(shape, self._world_size))
 
     def takes(self, shape: FusedShape, num_rows: int) -> bool:
-        """Return whether it can serve so many rows, once prepared; the same on all ranks."""
+        """The same on all ranks; once prepared."""
         form = layout.choose(shape, num_rows, self._world_size)
         return num_rows > 0 and self._kernels.most_rows(shape, form) > 0
 

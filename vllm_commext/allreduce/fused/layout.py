@@ -117,7 +117,7 @@ class Form:
         return min(work, multiprocessors * self.blocks_per_multiprocessor)
 
     def most_rows(self, shape: FusedShape, half_packs: int, world_size: int) -> int:
-        """Rows that find room in a half of staging memory of so many packs.
+        """Rows that fit a half of staging memory of `half_packs`.
 
         One phase keeps every peer's rows. Two phases keep of every peer its part of the rows that
         this rank sums, and then what the peer made of those that it sums.
@@ -128,12 +128,12 @@ class Form:
 
 
 def warps(shape: FusedShape, packs: int) -> int:
-    """Warps of a block in which a thread has at most so many packs, if a block can have as many."""
+    """Warps of a block whose threads hold at most `packs`, as far as a block can have them."""
     return min(MOST_WARPS, -(-shape.row_packs // (WARP * packs)))
 
 
 def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
-    """Choose the form for so many rows.
+    """Choose the form for a number of rows.
 
     One phase sends a whole message to every peer, two phases twice a share of it, one after the
     other: of two ranks that is the same number of bytes. A thread has one pack of a row where a
@@ -186,7 +186,7 @@ def pieces(rows: int, row_bytes: int, stride: int, multiprocessors: int, total: 
 
 
 def spare_blocks(row_blocks: int, multiprocessors: int) -> int:
-    """Blocks that prefetch beside so many that take rows: those that find a multiprocessor."""
+    """Blocks that prefetch beside those that take rows: as many as find a multiprocessor."""
     spare = min(MOST_BLOCKS, multiprocessors - row_blocks)
     return spare if spare >= LEAST_BLOCKS else 0
 

@@ -110,7 +110,7 @@ class FusedNorm:
         scale: torch.Tensor | None,
         next_weight: torch.Tensor | None = None,
     ) -> Outputs:
-        """Serve a call by the fastest that can take so many rows."""
+        """Serve a call by the fastest that can take its rows."""
         ours = self._usable(shape, x)
         ranking = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)
         known = (name for name in ranking if name in (names.FUSED_PUSH, names.UNFUSED))
@@ -131,7 +131,7 @@ class FusedNorm:
         return ours is not None and first == (names.FUSED_PUSH,)
 
     def _usable(self, shape: FusedShape, x: torch.Tensor) -> PushFused | None:
-        """Our kernels, where they are ready on all ranks and take so many rows. They are prepared
+        """Our kernels, where they are ready on all ranks and take the rows. They are prepared
         at a shape's first call, which is often vLLM's largest: a capture would come too late."""
         ours = self._ours
         if ours is None or not len(x):
@@ -238,12 +238,12 @@ def all_reduce_add_rms_norm(
         residual: as `x`, the same on all ranks, or None.
         weight: [hidden] of any of the three types.
         eps: added to the mean square.
-        group: whose kernels and sum serve it, as `register_group` was told.
+        group: a name given to `register_group`.
         epilogue: of `EPILOGUES`: what `out` is.
         scale: float32, one number, for ``fp8_static``.
         weight_bias: added to each weight, 1 for Gemma's norm.
-        next_weight: a matrix by which `out` is multiplied afterwards, if one is known: some of it
-            may be asked for early. It changes no result.
+        next_weight: a matrix that multiplies `out` next, if known: some of it may be
+            prefetched. It changes no result.
 
     Returns:
         [rows, hidden] in x's dtype or float8_e4m3fn; the sum plus the residual in x's dtype; and

@@ -1,1 +1,1 @@
-"""What was measured: tables, where they come from, and how they are made on this machine."""
+"""Tables of measurements: their sources, and how one is made on this machine."""

@@ -19,7 +19,7 @@ from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_ove
 from vllm_commext.allreduce.table.table import Row, Table, decode, encode
 from vllm_commext.errors import ConfigError
 
-HIDDEN = 8192  # elements of a row, where nobody says how many
+HIDDEN = 8192  # elements of a row, where not given
 ORIGIN = "built in"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 IN_ENGINES = frozenset({(H100, 2)})
