@@ -110,17 +110,15 @@ class Places:
         """Whether no two descriptors of a row are neighbours in memory."""
         return bool((self.strides != self.lengths).all())
 
-    def find(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """The row of each of these descriptors, and its number in there."""
-        if self.row_size:
-            numbers = indices.astype(np.int64)
-            row = numbers // self.row_size
-            return row, numbers - row * self.row_size
-        row = self.starts.searchsorted(indices, side="right") - 1
-        return row, indices - self.starts[row]
-
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
-        row, number = self.find(indices)
+        """Address and length of each of these descriptors."""
+        numbers = indices.astype(np.int64)
+        if self.row_size:
+            row = numbers // self.row_size
+            number = numbers - row * self.row_size
+        else:
+            row = self.starts.searchsorted(numbers, side="right") - 1
+            number = numbers - self.starts[row]
         return self.addresses[row] + number * self.strides[row], self.lengths[row]
 
 
@@ -238,15 +236,11 @@ class CudaDevice:
 
     Attributes: ``stream``: of the launches, their own, beside what the engine computes.
 
-    Args:
-        num_blocks: of a launch at most.
-
     Raises:
         UnsupportedError: the kernel cannot be compiled or loaded, or CUDA reports an error.
     """
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self) -> None:
         self._device = launch.current_device()
         self._function = launch.load(
             Program(NAME), macros(), NUM_THREADS, self._device, programmatic=False
@@ -270,7 +264,7 @@ class CudaDevice:
 
     def launch(self, arguments: ctypes.Structure, slab: CudaSlab) -> None:
         """Begin with a copy behind those that were begun before; raises where it cannot."""
-        num_blocks = min(self._num_blocks, -(-arguments.num_chunks // WARPS))
+        num_blocks = min(NUM_BLOCKS, -(-arguments.num_chunks // WARPS))
         self._function.launch(arguments, num_blocks, self.stream)
         recorded = self._runtime.cudaEventRecord(slab.event, self.stream)
         launch.check(recorded, "recording an event")
