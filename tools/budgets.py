@@ -41,7 +41,7 @@ def options(_: Path, part: str) -> int:
 
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
-    return len(parser._actions)
+    return sum(action.help != argparse.SUPPRESS for action in parser._actions)
 
 
 COUNTS = {"lines": lines, "files": files, "words": words, "options": options}
