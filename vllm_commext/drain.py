@@ -2,7 +2,7 @@
 there is.
 
 The file is the one that ``COMMEXT_DRAIN_FILE`` names; while it is there, the engine drains.  It
-counts only in a folder that nobody but the engine's user, or root, can write.  The gate in front of
+counts only in a folder that only the engine's user, or root, can write.  The gate in front of
 the HTTP server refuses new work, the connector tells the decode engines that read from it.
 ``vllm-commext drain`` makes the file and waits; Kubernetes calls that before it stops a container.
 """

@@ -18,7 +18,7 @@ class UnsupportedError(CommextError, RuntimeError):
 
 
 class UnprovenHereError(UnsupportedError):
-    """`auto` leaves this alone: nobody has proven it on such a machine or with such a vLLM."""
+    """`auto` leaves this alone: it is not proven on such a machine or with such a vLLM."""
 
 
 class OtherPlatformError(UnprovenHereError):
@@ -26,8 +26,7 @@ class OtherPlatformError(UnprovenHereError):
 
 
 class UntestedError(UnsupportedError):
-    """What was tested with other sources of vLLM's stays out: the user wants it, or its own test
-    fails here."""
+    """A part stays out of an untested vLLM: the user wants it so, or it does not fit."""
 
 
 class ProtocolError(CommextError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Files that nobody but this user, or root, can have written: measured tables, compiled kernels,
+"""Files that only this user, or root, can have written: measured tables, compiled kernels,
 the file by which an engine drains.
 
 They are in a folder of their user that others cannot write.  Contents are written whole and carry a

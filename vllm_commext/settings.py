@@ -1,4 +1,4 @@
-"""The toggles: every environment variable that this package reads, in one table.
+"""The toggles in one table.
 
 They are read once, when vLLM loads the plugin, into a frozen `Settings`. A later capability
 needs one row more in `TOGGLES` and nothing else here.

@@ -59,7 +59,7 @@ class Verdict(StrEnum):
 
 
 class Fit(NamedTuple):
-    """A verdict, and the release or the functions that it rests on."""
+    """A verdict, and the release or the functions behind it."""
 
     verdict: Verdict
     reason: str
@@ -269,7 +269,7 @@ def admit(name: str) -> str:
     """Let a part in.
 
     Returns:
-        What is to be said of it; empty where it is tested.
+        A remark for the log; empty where the part is tested.
 
     Raises:
         UnsupportedError: it is not to run on this vLLM, and why.
@@ -302,7 +302,7 @@ def _run(part: Part, differs: str) -> None:
 
 
 def must_test_itself(name: str) -> bool:
-    """Return whether a part that has been let in has to try itself where it is used."""
+    """Return whether an admitted part has to test itself where it is used."""
     return find(name).verdict is Verdict.DIFFERS
 
 
@@ -317,7 +317,7 @@ def why_not(name: str) -> str:
 
 def level_of(error: Exception) -> int:
     """Log level of the line that a part is left out: where no test was run on this vLLM, the
-    server's first process has warned already, but not of a part's own test that fails."""
+    server's first process has warned already, but not of a self-test that fails."""
     is_told = isinstance(error, UntestedError) and error.__cause__ is None
     return logging.INFO if is_told else logging.WARNING
 

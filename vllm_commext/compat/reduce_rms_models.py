@@ -191,7 +191,7 @@ def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:
 
 
 def put(model: str, action: Callable[[], None]) -> None:
-    """Act where there is evidence for that model's norm; else vLLM's own remains, with a line."""
+    """Act where that model's norm fits; otherwise vLLM's own remains, with a line."""
     try:
         fits.admit(f"norm of {model}")
     except UnsupportedError as error:
