@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-MOST_SECONDS = 600.0
+MOST_SECONDS = 420.0
 NUM_FILES = 10
 
 

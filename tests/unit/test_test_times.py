@@ -14,10 +14,10 @@ def test_the_slowest_files_and_the_minutes_are_told_and_too_many_in_one_line(
     )
     report.write_text(f"<testsuites><testsuite>{cases}{cases}</testsuite></testsuites>")
     files = test_times.seconds_by_file([report, tmp_path / "of a run that broke off"])
-    told = test_times.lines(600.0, files)
+    told = test_times.lines(420.0, files)
     assert [line.split() for line in told[:2]] == [
         ["11.0", "s", "tests.f11"],
         ["10.0", "s", "tests.f10"],
     ]
-    assert told[10:] == ["make test took 10 min 00 s; above are its slowest files"]
-    assert test_times.lines(601.0, files)[11].startswith("that is more than 10 min 00 s")
+    assert told[10:] == ["make test took 7 min 00 s; above are its slowest files"]
+    assert test_times.lines(421.0, files)[11].startswith("that is more than 7 min 00 s")
