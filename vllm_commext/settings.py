@@ -147,10 +147,7 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         name="VLLM_COMMEXT_ALLREDUCE_BACKEND",
         field="allreduce_backend",
-        choices=(
-            *("auto", "flashinfer_one_shot", "flashinfer_two_shot", "flashinfer_mnnvl", "custom"),
-            *("push", "nccl", "vllm"),
-        ),
+        choices=(*("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"),),
         default="auto",
         meaning=(
             "`auto` chooses by measurement; a name forces that backend for every message that it "
@@ -165,16 +162,6 @@ TOGGLES: tuple[Toggle, ...] = (
         meaning=(
             "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
             "table; `0` takes the built-in table alone."
-        ),
-    ),
-    Toggle(
-        name="VLLM_COMMEXT_ALLOW_MULTICAST",
-        field="allow_multicast",
-        choices=("0", "1"),
-        default="0",
-        meaning=(
-            "`1` allows the all-reduce to use NVLink multicast where no other variable switches it "
-            "off. What vLLM, torch and NCCL do by themselves is left to their own variables."
         ),
     ),
     Toggle(
@@ -193,8 +180,17 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
     ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "host"): (
         "GPUs without peer access keep vLLM's own all-reduce; unset it"
     ),
+    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "flashinfer_two_shot"): (
+        "`push` is faster at every size; unset it"
+    ),
+    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "flashinfer_mnnvl"): (
+        "nothing of this package uses NVLink multicast; unset it"
+    ),
     ("VLLM_COMMEXT_ALLREDUCE_TUNE", "startup"): (
         "run `vllm-commext tune allreduce` once and unset it"
+    ),
+    ("VLLM_COMMEXT_ALLOW_MULTICAST", "1"): (
+        "nothing of this package uses NVLink multicast; unset it"
     ),
 }
 """Values that a toggle once had, and what to do instead."""
@@ -238,8 +234,6 @@ def describe_unknown(name: str) -> str:
 
 def _read_toggle(toggle: Toggle, environ: Mapping[str, str]) -> str:
     value = environ.get(toggle.name, toggle.default)
-    if instead := GONE_VALUES.get((toggle.name, value)):
-        raise ConfigError(f"{toggle.name}={value} is gone: {instead}")
     if value not in toggle.choices:
         raise ConfigError(
             f"{toggle.name}: expected one of {', '.join(toggle.choices)}, got {value!r}; "
@@ -260,8 +254,11 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if environ.get(MASTER) == "0":
         values["enabled"] = "0"
         return Settings(MappingProxyType(values), frozenset({"enabled"}))
-    errors: list[str] = []
+    gone = {name: value for name, value in environ.items() if (name, value) in GONE_VALUES}
+    errors = [f"{name}={value} is gone: {GONE_VALUES[name, value]}" for name, value in gone.items()]
     for toggle in TOGGLES:
+        if toggle.name in gone:
+            continue
         try:
             values[toggle.field] = _read_toggle(toggle, environ)
         except ConfigError as error:

@@ -82,9 +82,7 @@ def main() -> None:
         allreduce.why_not(tp, None),
     ]
     found["environ"] = sorted(
-        name
-        for name in (*multicast.DEFAULTS, *multicast.SWITCHES)
-        if os.environ.get(name) != environ.get(name)
+        name for name in multicast.DEFAULTS if os.environ.get(name) != environ.get(name)
     )
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce import names
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table import table as tables
@@ -25,14 +25,14 @@ from vllm_commext.compat import tp_group
 MIB = 1 << 20
 TIMES = {
     2048: {"custom": 4.0, "nccl": 8.0},
-    MIB: {"custom": 8.5, "nccl": 10.0, "flashinfer_two_shot": 9.0},
-    64 * MIB: {"nccl": 240.0, "flashinfer_two_shot": 1000.0},
+    MIB: {"custom": 8.5, "nccl": 10.0, "flashinfer_one_shot": 9.0},
+    64 * MIB: {"nccl": 240.0, "flashinfer_one_shot": 1000.0},
 }
 
 
 def test_the_table_marks_the_fastest() -> None:
     lines = tune.as_table(TIMES).splitlines()
-    assert lines[0] == "| size | nccl | custom | flashinfer_two_shot |"
+    assert lines[0] == "| size | nccl | custom | flashinfer_one_shot |"
     assert lines[2:] == [
         "| 2 KiB | 8.0 | 4.0* | - |",
         "| 1 MiB | 10.0 | 8.5* | 9.0 |",
@@ -41,11 +41,11 @@ def test_the_table_marks_the_fastest() -> None:
 
 
 def test_the_curves_are_low_where_a_backend_is_fast() -> None:
-    nccl, custom, two_shot, axis = tune.as_curves(TIMES).splitlines()
+    nccl, custom, one_shot, axis = tune.as_curves(TIMES).splitlines()
     assert nccl.split()[1][0] == tune.BARS[-1]
     assert nccl[-1] == tune.BARS[0]
     assert custom.split()[1] == tune.BARS[0] * 2
-    assert two_shot[-1] == tune.BARS[-1]
+    assert one_shot[-1] == tune.BARS[-1]
     assert axis.strip().startswith("2 KiB .. 64 MiB")
     assert tune.as_curves({}) == ""
 
@@ -163,11 +163,6 @@ def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
         "vllm-commext tune allreduce --tp 4 measures it",
     )
     assert not list(table.tables(1, lambda _: None))
-
-
-def test_doctor_says_what_keeps_multicast_off() -> None:
-    assert table.multicast_state({}).value == f"off: {multicast.TOGGLE}=0"
-    assert table.multicast_state({multicast.TOGGLE: "1"}).value == "allowed"
 
 
 def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import limits, multicast, names
+from vllm_commext.allreduce import limits, names
 from vllm_commext.allreduce.backends import flashinfer, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
@@ -43,26 +43,23 @@ class Parts:
 Maker = Callable[[], Sequence[Backend]]
 
 
-def _flashinfer(
-    parts: Parts, table: Table | None, family: Sequence[str], *, may_compile: bool
-) -> Sequence[Backend]:
+def _flashinfer(parts: Parts, table: Table | None) -> Sequence[Backend]:
+    # FlashInfer's compiler takes minutes: only a table measured here makes an engine wait for it.
+    may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     if not may_compile and not is_compiled():
         raise UnsupportedError(
             "its kernels are not compiled, which takes minutes; `vllm-commext tune allreduce` "
             "compiles and measures them"
         )
-    return flashinfer.make_backends(
-        parts.cpu_group,
-        _largest(table, family, MAX_MESSAGE_BYTES),
-        mnnvl=names.FLASHINFER_MNNVL in family,
-    )
+    largest = _largest(table, names.FLASHINFER_ONE_SHOT, MAX_MESSAGE_BYTES)
+    return [flashinfer.FlashInferBackend(parts.cpu_group, largest)]
 
 
-def _largest(table: Table | None, family: Sequence[str], otherwise: int) -> int:
-    """The largest message for which one of the family comes first, in bytes."""
+def _largest(table: Table | None, name: str, otherwise: int) -> int:
+    """The largest message for which the backend comes first, in bytes."""
     if table is None:
         return otherwise
-    led = (table.leads_up_to(dtype, tuple(family)) for dtype in table.rows)
+    led = (table.leads_up_to(dtype, name) for dtype in table.rows)
     return min(max(led, default=0), otherwise)
 
 
@@ -74,23 +71,15 @@ def _makers(
     most_bytes: int,
 ) -> dict[str, Maker]:
     """A maker for each family of backends wanted, in an order that all ranks share."""
-    flash = (names.FLASHINFER_ONE_SHOT, names.FLASHINFER_TWO_SHOT)
-    # FlashInfer's compiler takes minutes: only a table measured here makes an engine wait for it.
-    may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
-    if set(flash).intersection(wanted):
-        makers["FlashInfer"] = lambda: _flashinfer(parts, table, flash, may_compile=may_compile)
-    if names.FLASHINFER_MNNVL in wanted:
-        mnnvl = (names.FLASHINFER_MNNVL,)
-        makers["FlashInfer's mnnvl"] = lambda: _flashinfer(
-            parts, table, mnnvl, may_compile=may_compile
-        )
+    if names.FLASHINFER_ONE_SHOT in wanted:
+        makers["FlashInfer"] = lambda: _flashinfer(parts, table)
     if names.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
         # Larger messages go in parts, so what no message reaches need not be there.
         bound = min(push.MAX_MESSAGE_BYTES, most_bytes or push.MAX_MESSAGE_BYTES)
-        led = _largest(table, (names.PUSH,), bound)
+        led = _largest(table, names.PUSH, bound)
         fused = table.leads_fused(names.FUSED_PUSH) if table is not None else 0
         num_bytes = max(led, min(fused, bound))
         makers[OUR_KERNEL] = lambda: [push.PushBackend(num_bytes, collective)]
@@ -133,22 +122,18 @@ def create_dispatcher(
     """
     collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
-    mine = (forced, named, multicast.is_allowed())
+    mine = (forced, named)
     of_ranks = collective.run(lambda: (mine, parts.custom is not None, table))
     settings = [settings for settings, _, _ in of_ranks]
     if len(set(settings)) != 1:
         raise UnsupportedError(
             f"expected the same settings on all ranks, got {settings} (forced backend, "
-            "backends to measure, multicast); set the toggles alike"
+            "backends to measure); set the toggles alike"
         )
     table = of_ranks[0][2]
-    without: set[str] = set()
-    if not all(has_custom for _, has_custom, _ in of_ranks):
-        without.add(names.CUSTOM)
-    if not multicast.is_allowed():
-        without.add(names.FLASHINFER_MNNVL)
-    chosen = wanted_backends(table, forced) if named is None else named
-    chosen = [name for name in chosen if name not in without]
+    chosen = list(wanted_backends(table, forced) if named is None else named)
+    if names.CUSTOM in chosen and not all(has_custom for _, has_custom, _ in of_ranks):
+        chosen.remove(names.CUSTOM)
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
     try:
@@ -217,12 +202,6 @@ def why_none(required: Requirements) -> str:
     return ""
 
 
-def _holds(machine: Machine, required: Requirements) -> bool:
-    """Return whether a table compares ours with all that vLLM has here: one measured without
-    multicast does not where vLLM may use it, unless rows must have the same bits in any batch."""
-    return machine.multicast or required.facts.invariant or not required.facts.multicast
-
-
 def start_dispatcher(
     parts: Parts, required: Requirements, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
@@ -255,9 +234,9 @@ def start_dispatcher(
                 "engines were not measured on these GPUs, and no `vllm-commext tune` was",
                 collective,
             )
-        if not _holds(machine, required):
+        if required.facts.multicast and not required.facts.invariant:
             return _none(
-                "vLLM may use NVLink multicast here, and the table was measured without it",
+                "vLLM may use NVLink multicast here, and tables are measured without it",
                 collective,
             )
         table = table.of_ours(required.facts.dtype)

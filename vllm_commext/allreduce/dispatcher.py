@@ -206,7 +206,7 @@ class Dispatcher:
         if len(message.shape) != 2 or message.dtype not in ITEM_BYTES:
             return
         for name, backend in self.backends.items():
-            led = self.table is not None and self.table.leads_up_to(message.dtype, (name,))
+            led = self.table is not None and self.table.leads_up_to(message.dtype, name)
             if led or self._forced == name:
                 backend.prepare(message)
 

@@ -99,21 +99,6 @@ def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bo
     return _flashinfer_shape(message, world_size) and message.num_bytes <= max_bytes
 
 
-def flashinfer_two_shot(message: Message, world_size: int, max_bytes: int) -> bool:
-    """Return whether the two-shot kernel takes it with a workspace for messages of `max_bytes`.
-
-    It holds the message twice in a buffer that FlashInfer before 0.7.2 sizes for 16-bit elements
-    whatever the dtype, so that of two ranks a float32 message may only be half as large. Each rank
-    needs a row.
-    """
-    if not _flashinfer_shape(message, world_size) or message.shape[0] <= world_size:
-        return False
-    buffer_bytes = world_size * max_bytes * 2 // message.item_bytes
-    threads = flashinfer_block_threads(message.shape[1], message.item_bytes)
-    fits = message.num_bytes <= max_bytes and 2 * message.num_bytes <= buffer_bytes
-    return fits and threads >= world_size
-
-
 @dataclass(frozen=True)
 class WorkspaceSize:
     """Size of a FlashInfer workspace for rows of `hidden` elements.

@@ -1,15 +1,12 @@
 """The names of the backends, in the table, in the settings and in the log."""
 
 FLASHINFER_ONE_SHOT = "flashinfer_one_shot"
-FLASHINFER_TWO_SHOT = "flashinfer_two_shot"
-FLASHINFER_MNNVL = "flashinfer_mnnvl"
 CUSTOM = "custom"
 NCCL = "nccl"
 PUSH = "push"  # our own kernel
 VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
 
-FLASHINFER = (FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT, FLASHINFER_MNNVL)
-BACKENDS = (*FLASHINFER, CUSTOM, PUSH, NCCL)
+BACKENDS = (FLASHINFER_ONE_SHOT, CUSTOM, PUSH, NCCL)
 
 # Who serves all-reduce, residual and norm together.
 FUSED_PUSH = "fused_push"  # our own kernels, in one launch

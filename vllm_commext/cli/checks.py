@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 from vllm_commext import __version__, status
-from vllm_commext.allreduce import multicast
 from vllm_commext.allreduce.table.cache import find_table
 from vllm_commext.allreduce.table.table import Table, describe
 from vllm_commext.cli import fabric
@@ -207,7 +206,6 @@ def gpus() -> Iterable[Found]:
         yield Found(value, name=f"GPU {index}")
     if count:
         yield peer_access(count, torch.cuda.can_device_access_peer)
-    yield multicast_state(os.environ)
     if count >= WORLD_SIZES[0]:
         machine = read_machine(torch.device("cuda", 0))
         yield from tables(count, partial(find_table, machine))
@@ -223,12 +221,6 @@ def peer_access(count: int, can_access: Callable[[int, int], bool]) -> Found:
     if not missing:
         return Found(f"all {len(pairs)} pairs", name=name)
     return Found(f"not {', '.join(missing)}", Level.WARNING, name, remedy)
-
-
-def multicast_state(environ: Mapping[str, str]) -> Found:
-    """Whether NVLink multicast may be used, and what switches it off."""
-    reason = multicast.switched_off_by(environ)
-    return Found(f"off: {reason}" if reason else "allowed", Level.INFO, "multicast")
 
 
 def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Found]:

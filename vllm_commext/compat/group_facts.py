@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 ONE_PARENT = "mp"  # vLLM's executor that starts all workers of a host by itself
-SETTINGS = ("allreduce", "allow_multicast", "reduce_rms")  # toggles whose names begin so matter
+SETTINGS = ("allreduce", "reduce_rms")  # toggles whose names begin so matter
 DTYPES = ("bfloat16", "float16", "float32")
 # What keeps vLLM, FlashInfer, torch and NCCL from multicast, all together.
 NO_MULTICAST = {

@@ -48,11 +48,7 @@ class Stub:
     def create(self, **options: Any) -> Any:
         random.random()
         self.created.append(options)
-        return SimpleNamespace(
-            ipc_handles=[len(self.created)],
-            destroy=self.destroy,
-            is_buffer_size_sufficient=lambda _, rows, *__: rows <= 4,
-        )
+        return SimpleNamespace(ipc_handles=[len(self.created)], destroy=self.destroy)
 
     def destroy(self) -> None:
         self.destroyed += 1
@@ -78,8 +74,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     return made
 
 
-def backend(one_shot: bool | None = True, kept: Workspaces | None = None) -> FlashInferBackend:
-    return FlashInferBackend(GROUP, one_shot, workspaces=kept or Workspaces())
+def backend() -> FlashInferBackend:
+    return FlashInferBackend(GROUP, workspaces=Workspaces())
 
 
 def test_a_flashinfer_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,30 +145,12 @@ def test_what_it_cannot_take_creates_nothing(stub: Stub) -> None:
 def test_calls_end_before_the_next_begins_and_add_in_float32(
     stub: Stub, dtype: torch.dtype
 ) -> None:
-    workspaces = Workspaces()
-    one, two = (backend(one_shot, workspaces) for one_shot in (True, False))
-    tensor = torch.zeros(5, 64, dtype=dtype)
-    one.prepare(Message((1, 64), str(dtype).removeprefix("torch.")))
-    one.all_reduce(tensor)
-    two.all_reduce(tensor)
-    assert [call["use_oneshot"] for call in stub.calls] == [True, False]
-    for call in stub.calls:
-        assert call["trigger_completion_at_end"]
-        assert call["fp32_acc"] == (dtype is not torch.float32)
-
-
-def test_mnnvl_needs_multicast_to_be_allowed(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in multicast.SWITCHES:
-        monkeypatch.delenv(name, raising=False)
-    message = Message((1, 64), "bfloat16")
-    for allow, created in (("0", 0), ("1", 1)):
-        monkeypatch.setenv(multicast.TOGGLE, allow)
-        ours = backend(None)
-        ours.prepare(message)
-        assert ours.is_ready(message) == bool(created)
-        assert len(stub.created) == created
-        taken = [ours.takes(Message((rows, 64), "bfloat16")) for rows in (4, 5)]
-        assert taken == [True, not created]  # once it is there, its own bound counts
+    ours = backend()
+    ours.prepare(Message((1, 64), str(dtype).removeprefix("torch.")))
+    ours.all_reduce(torch.zeros(5, 64, dtype=dtype))
+    (call,) = stub.calls
+    assert (call["use_oneshot"], call["trigger_completion_at_end"]) == (True, True)
+    assert call["fp32_acc"] == (dtype is not torch.float32)
 
 
 def test_the_norm_comes_by_the_one_shot_kernel_into_new_tensors(stub: Stub) -> None:
@@ -188,21 +166,12 @@ def test_the_norm_comes_by_the_one_shot_kernel_into_new_tensors(stub: Stub) -> N
 
 
 class TestMulticast:
-    def test_it_is_off_unless_allowed_and_not_switched_off(self) -> None:
-        assert not multicast.is_allowed({})
-        assert not multicast.is_allowed({multicast.TOGGLE: "0"})
-        assert multicast.is_allowed({multicast.TOGGLE: "1"})
-        for name, value in multicast.SWITCHES.items():
-            environ = {multicast.TOGGLE: "1", name: value}
-            assert multicast.switched_off_by(environ) == f"{name}={value}"
-
     def test_keeping_it_off_leaves_what_is_set(self) -> None:
         environ = {"NCCL_NVLS_ENABLE": "1"}
         assert set(multicast.keep_off(environ)) == set(multicast.DEFAULTS) - {"NCCL_NVLS_ENABLE"}
         assert environ["NCCL_NVLS_ENABLE"] == "1"
         assert environ["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
         assert multicast.keep_off(environ) == ()
-        assert multicast.keep_off({multicast.TOGGLE: "1"}) == ()
 
     def test_torchs_switch_is_set_only_during_a_rendezvous(self) -> None:
         for environ in ({}, {multicast.TORCH: "0"}, {multicast.TORCH: "1"}):
@@ -210,6 +179,3 @@ class TestMulticast:
             with multicast.torch_guard(environ):
                 assert environ[multicast.TORCH] == "1"
             assert environ == before
-        allowed = {multicast.TOGGLE: "1"}
-        with multicast.torch_guard(allowed):
-            assert multicast.TORCH not in allowed

@@ -43,19 +43,6 @@ def test_flashinfer_wants_two_dimensions_and_certain_world_sizes() -> None:
         assert not limits.flashinfer_one_shot(_row(4096), world_size, MIB)
 
 
-def test_two_shot_wants_more_rows_than_ranks() -> None:
-    assert not limits.flashinfer_two_shot(Message((4, 4096), "bfloat16"), 4, MIB)
-    assert limits.flashinfer_two_shot(Message((5, 4096), "bfloat16"), 4, MIB)
-
-
-def test_two_shot_of_float32_over_two_ranks_is_bounded_by_half_the_buffer() -> None:
-    rows = MIB // (4096 * 4)
-    assert limits.flashinfer_one_shot(Message((rows, 4096), "float32"), 2, MIB)
-    assert not limits.flashinfer_two_shot(Message((rows, 4096), "float32"), 2, MIB)
-    assert limits.flashinfer_two_shot(Message((rows // 2, 4096), "float32"), 2, MIB)
-    assert limits.flashinfer_two_shot(Message((rows, 4096), "float32"), 4, MIB)
-
-
 @bounded
 @given(
     hidden=st.integers(1, 4096).map(lambda packs: packs * 8),
@@ -73,14 +60,11 @@ def test_a_workspace_keeps_to_its_bounds_and_holds_what_it_takes(
     assert size.max_bytes <= largest
     slot_bytes = world_size * size.max_rows * hidden * item
     assert size.device_bytes == 4 * slot_bytes  # the buffer of FlashInfer 0.7.2 and later
-    buffer_bytes = world_size * size.max_rows * hidden * 2  # that of those before it
     assert 3 * slot_bytes < 1 << 31
     for rows in {1, size.max_rows // 2, size.max_rows, size.max_rows + 1}:
         message = Message((rows, hidden), dtype)
         if limits.flashinfer_one_shot(message, world_size, size.max_bytes):
             assert world_size * message.num_bytes <= slot_bytes
-        if limits.flashinfer_two_shot(message, world_size, size.max_bytes):
-            assert 2 * message.num_bytes <= buffer_bytes
 
 
 @bounded
@@ -91,7 +75,6 @@ def test_no_backend_takes_an_empty_message_or_one_above_its_bound(
     message = Message(shape, dtype)
     taken = [
         limits.flashinfer_one_shot(message, world_size, bound),
-        limits.flashinfer_two_shot(message, world_size, bound),
         limits.custom(message, world_size, bound, connected),
     ]
     if any(taken):

@@ -1,5 +1,5 @@
-"""FlashInfer's all-reduce, one-shot and two-shot, and its workspaces: one a group, dtype class and
-hidden size, within a memory budget.
+"""FlashInfer's one-shot all-reduce and its workspaces: one a group, dtype class and hidden size,
+within a memory budget.
 
 Creating one is collective and succeeds on all ranks or on none. Python's random state is left as it
 was: FlashInfer names its sockets by it, and vLLM seeds all ranks alike.
@@ -33,18 +33,16 @@ MIB = 1 << 20
 BUDGET_BYTES = 256 * MIB  # of all workspaces of one process
 MEASURING_BYTES = 4096 * MIB  # where all hidden sizes are measured, and nothing else is there
 MAX_MESSAGE_BYTES = 8 * MIB
-TRTLLM, MNNVL = "trtllm", "mnnvl"
 
 
 @dataclass(frozen=True)
 class WorkspaceKey:
     """Name of a workspace within a process. `wide` is float32, whose sentinel has 32 bits, else
-    both 16-bit types; `backend` is ``trtllm`` or ``mnnvl``."""
+    both 16-bit types."""
 
     group_name: str
     wide: bool
     hidden: int
-    backend: str = TRTLLM
 
 
 @dataclass
@@ -166,13 +164,11 @@ def _create(
     collective: Collective,
     group: "ProcessGroup",
 ) -> Any:
-    if key.backend != TRTLLM and not multicast.is_allowed():
-        raise UnsupportedError(f"{key.backend} needs multicast: {multicast.switched_off_by()}")
     comm = importlib.import_module("flashinfer.comm")
     # Where FlashInfer shares memory through torch, torch's rendezvous is to keep off it too.
     with own_random_state(), multicast.torch_guard():
         return comm.create_allreduce_fusion_workspace(
-            backend=key.backend,
+            backend="trtllm",  # which needs no multicast
             world_size=collective.world_size,
             rank=collective.rank,
             max_token_num=max_rows,
@@ -199,14 +195,13 @@ shared = Workspaces()  # of this process
 
 
 class FlashInferBackend:
-    """One of FlashInfer's kernels for one group.
+    """FlashInfer's one-shot kernel for one group.
 
     The sums of 16-bit types are made in float32 and rounded once. The kernel lets its successor
     start only once it has ended: letting it start early is what gave NaNs for few tokens.
 
     Args:
         group: a process group that sends objects without a GPU.
-        one_shot: the kernel; None for the one that ``mnnvl`` chooses, where multicast is allowed.
         max_message_bytes: above it other backends serve; it bounds the workspaces.
         workspaces: where they are kept; those of the process unless a test has its own.
 
@@ -214,48 +209,30 @@ class FlashInferBackend:
         UnsupportedError: FlashInfer is missing, too old, or cannot be compiled, on this rank.
     """
 
+    name = names.FLASHINFER_ONE_SHOT
+
     def __init__(
         self,
         group: "ProcessGroup",
-        one_shot: bool | None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         workspaces: Workspaces = shared,
     ) -> None:
         from torch import distributed
 
-        self.name = {
-            True: names.FLASHINFER_ONE_SHOT,
-            False: names.FLASHINFER_TWO_SHOT,
-            None: names.FLASHINFER_MNNVL,
-        }[one_shot]
         self._comm = check_flashinfer()
-        self._group, self._one_shot = group, one_shot
+        self._group = group
         self._world_size = distributed.get_world_size(group)
         self._max_message_bytes, self._workspaces = max_message_bytes, workspaces
 
     def _key(self, message: Message) -> WorkspaceKey:
-        wide, kind = message.dtype == "float32", MNNVL if self._one_shot is None else TRTLLM
-        return WorkspaceKey(self._group.group_name, wide, message.shape[-1], kind)
+        return WorkspaceKey(self._group.group_name, message.dtype == "float32", message.shape[-1])
 
     def takes(self, message: Message) -> bool:
-        return self._takes(message, self._one_shot is not False)
-
-    def _takes(self, message: Message, one_shot: bool) -> bool:
         if message.dtype not in ITEM_BYTES or len(message.shape) != 2:
             return False
         made = self._workspaces.find(self._key(message))
         bound = made.size.max_bytes if made else self._max_message_bytes
-        takes = limits.flashinfer_one_shot if one_shot else limits.flashinfer_two_shot
-        if not takes(message, self._world_size, bound):
-            return False
-        return made is None or self._one_shot is not None or self._fits_mnnvl(made, message)
-
-    def _fits_mnnvl(self, made: Workspace, message: Message) -> bool:
-        """Ask the workspace, whose slots have rules of their own."""
-        import torch
-
-        dtype = getattr(torch, message.dtype)
-        return made.handle.is_buffer_size_sufficient(self._world_size, *message.shape, dtype)
+        return limits.flashinfer_one_shot(message, self._world_size, bound)
 
     def prepare(self, message: Message) -> None:
         """Create the workspace for messages with such rows; collective."""
@@ -263,7 +240,7 @@ class FlashInferBackend:
 
         if len(message.shape) != 2:
             return
-        if self._takes(Message((1, message.shape[1]), message.dtype), one_shot=True):
+        if self.takes(Message((1, message.shape[1]), message.dtype)):
             dtype = getattr(torch, message.dtype)
             self._workspaces.get_or_create(
                 self._key(message), dtype, self._max_message_bytes, self._group
@@ -277,7 +254,6 @@ class FlashInferBackend:
         return self._launch(
             tensor,
             self._comm.AllReduceFusionPattern.kAllReduce,
-            use_oneshot=self._one_shot,
             fp32_acc=tensor.dtype.itemsize == 2,
         )
 
@@ -297,7 +273,6 @@ class FlashInferBackend:
             norm_out=out,
             rms_gamma=weight,
             rms_eps=eps,
-            use_oneshot=True,
             fp32_acc=True,
         )
         return out, new
@@ -309,6 +284,7 @@ class FlashInferBackend:
             input=tensor,
             workspace=made.handle,
             pattern=pattern,
+            use_oneshot=True,
             launch_with_pdl=True,
             trigger_completion_at_end=True,
             **options,
@@ -317,10 +293,3 @@ class FlashInferBackend:
     def destroy(self) -> None:
         """Free the workspaces of the group; a second call changes nothing."""
         self._workspaces.destroy(self._group.group_name)
-
-
-def make_backends(
-    group: "ProcessGroup", max_message_bytes: int, *, mnnvl: bool
-) -> list[FlashInferBackend]:
-    kernels = (None,) if mnnvl else (True, False)
-    return [FlashInferBackend(group, one_shot, max_message_bytes) for one_shot in kernels]

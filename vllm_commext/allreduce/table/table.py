@@ -82,9 +82,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.world_size, {dtype: tuple(rows)}, self.origin, {dtype: fused} if fused else {}
         )
 
-    def leads_up_to(self, dtype: str, backends: tuple[str, ...]) -> int:
-        """The largest size at which one of the backends comes first, or 0."""
-        led = (row.max_bytes for row in self.rows.get(dtype, ()) if row.ranking[0] in backends)
+    def leads_up_to(self, dtype: str, name: str) -> int:
+        """The largest size at which the backend comes first, or 0."""
+        led = (row.max_bytes for row in self.rows.get(dtype, ()) if row.ranking[0] == name)
         return max(led, default=0)
 
     def leads_fused(self, name: str) -> int:
