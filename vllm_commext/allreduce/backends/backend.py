@@ -1,19 +1,13 @@
-"""Backends: the interface that the dispatcher uses, what those with kernels of our own share, and
-the two that need nothing of their own."""
+"""Backends: the interface that the dispatcher uses, and the two that need nothing of their own."""
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.allreduce import limits, names
-from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message
+from vllm_commext.allreduce.limits import ITEM_BYTES, Message
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-
-    from vllm_commext.gpu.launch import Function
-
-TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 
 class Backend(Protocol):
@@ -57,45 +51,6 @@ class Ready:
         return True
 
     def destroy(self) -> None: ...
-
-
-class OwnKernels(Ready, ABC):
-    """Base of backends with kernels of our own, which take any number of rows of whole packs.
-
-    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
-    its kernel with an error of CUDA's, and with it the process's use of the GPU.
-
-    Args:
-        world_size: ranks.
-        max_packs: of the largest message that one launch takes.
-    """
-
-    def __init__(self, world_size: int, max_packs: int) -> None:
-        self._world_size, self._max_packs = world_size, max_packs
-        self._arguments: Any = None
-
-    @abstractmethod
-    def _launch(self, dtype: str, num_packs: int) -> "tuple[Function, int]":
-        """Kernel and blocks for one launch."""
-
-    def takes(self, message: Message) -> bool:
-        return limits.push(message, self._world_size)
-
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Launch once, or once for each part of a message that is larger than the memory."""
-        import torch
-
-        out = torch.empty_like(tensor)
-        stream = torch.cuda.current_stream().cuda_stream
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
-        for first in range(0, num_packs, self._max_packs):
-            made.input = tensor.data_ptr() + first * PACK_BYTES
-            made.output = out.data_ptr() + first * PACK_BYTES
-            made.num_packs = min(self._max_packs, num_packs - first)
-            function, blocks = self._launch(dtype, made.num_packs)
-            function.launch(made, blocks, stream)
-        return out
 
 
 class CustomBackend(Ready):

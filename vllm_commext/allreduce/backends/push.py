@@ -8,15 +8,17 @@ copy into memory that peers can read, which all other kernels that take a plain 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce import names
-from vllm_commext.allreduce.backends.backend import TIMEOUT_SECONDS, OwnKernels
-from vllm_commext.allreduce.limits import PACK_BYTES
+from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce.backends.backend import Ready
+from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.ipc import EMPTY, IpcBuffer, allocate, check_delivery, free
-from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Function, arguments_type
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, arguments_type
 from vllm_commext.gpu.nvrtc import Program
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_commext.collective import Collective
 
 ONE_SHOT, TWO_SHOT = "push_all_reduce", "push_two_shot"
@@ -28,6 +30,7 @@ CLEANUP_SECONDS = 5.0
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_MESSAGE_BYTES = 64 << 20
 ARGUMENTS = "push_args.h"
+TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,12 @@ class PushMemory:
         self._release(buffer)
 
 
-class PushBackend(OwnKernels):
+class PushBackend(Ready):
     """A group's kernel with its memory, which other kernels of ours may use too; collective to
     create. One launch takes messages of `num_bytes`.
+
+    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
+    its kernel with an error of CUDA's, and with it the process's use of the GPU.
 
     Raises:
         UnsupportedError: a peer's memory cannot be mapped or the kernel not be compiled, on any
@@ -150,12 +156,11 @@ class PushBackend(OwnKernels):
     def __init__(self, num_bytes: int, collective: "Collective") -> None:
         self._rank = collective.rank
         self._layout = PushLayout(collective.world_size, num_bytes)
-        super().__init__(collective.world_size, self._layout.max_packs)
         collective.agree(self._load)
         self.memory = PushMemory(self._layout, collective)
-        self._arguments = arguments_type(ARGUMENTS, WORLD_SIZE=self._world_size)(
+        self._arguments = arguments_type(ARGUMENTS, WORLD_SIZE=collective.world_size)(
             state=self.memory.state,
-            max_packs=self._max_packs,
+            max_packs=self._layout.max_packs,
             timeout_ns=int(TIMEOUT_SECONDS * 1e9),
         )
         self._arguments.memory[:] = self.memory.addresses
@@ -172,8 +177,24 @@ class PushBackend(OwnKernels):
             for dtype, element in ELEMENT_CODES.items()
         }
 
-    def _launch(self, dtype: str, num_packs: int) -> tuple[Function, int]:
-        return self._functions[dtype], self._layout.num_blocks(num_packs, self._most_blocks)
+    def takes(self, message: Message) -> bool:
+        return limits.push(message, self._layout.world_size)
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Launch once, or once for each part of a message that is larger than the memory."""
+        import torch
+
+        out = torch.empty_like(tensor)
+        stream = torch.cuda.current_stream().cuda_stream
+        function = self._functions[str(tensor.dtype).removeprefix("torch.")]
+        made, num_packs = self._arguments, tensor.numel() * tensor.itemsize // PACK_BYTES
+        for first in range(0, num_packs, self._layout.max_packs):
+            made.input = tensor.data_ptr() + first * PACK_BYTES
+            made.output = out.data_ptr() + first * PACK_BYTES
+            made.num_packs = min(self._layout.max_packs, num_packs - first)
+            blocks = self._layout.num_blocks(made.num_packs, self._most_blocks)
+            function.launch(made, blocks, stream)
+        return out
 
     def destroy(self) -> None:
         self.memory.destroy()

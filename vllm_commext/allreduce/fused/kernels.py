@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_commext.allreduce import names
+from vllm_commext.allreduce.backends.push import TIMEOUT_SECONDS, PushMemory
 from vllm_commext.allreduce.fused import layout
 from vllm_commext.allreduce.fused.layout import (
     GROUP,
@@ -30,10 +31,8 @@ from vllm_commext.gpu.nvrtc import Program
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.backends.push import PushMemory
     from vllm_commext.collective import Collective
 
-TIMEOUT_SECONDS = 600.0  # as NCCL's: a rank may be compiling
 ARGUMENTS = "fused_rows.h"
 
 
@@ -86,7 +85,7 @@ class FusedKernels:
         prefetch_after: cycles after its beginning.
     """
 
-    def __init__(self, memory: "PushMemory", collective: "Collective") -> None:
+    def __init__(self, memory: PushMemory, collective: "Collective") -> None:
         self._memory, self._collective = memory, collective
         self._device = launch.current_device()
         self.prefetched, self.prefetch_after = layout.TOTAL_BYTES, layout.AFTER_CYCLES
