@@ -1,40 +1,50 @@
-"""Children for the ring's tests, and a look at what is left in /dev/shm."""
+"""The other processes of the tests."""
 
+import contextlib
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 CHILD = Path(__file__).with_name("child.py")
-Start = Callable[..., "subprocess.Popen[str]"]
+
+
+class Child:
+    """A process of child.py, which says pickled objects."""
+
+    def __init__(self, command: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> None:
+        words = [*wrapper, sys.executable, str(CHILD), command, pickle.dumps(arguments).hex()]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.pid = self.process.pid
+
+    def said(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):  # vLLM logs to the standard output
+                return pickle.loads(bytes.fromhex(line.strip()))
+        raise AssertionError("the child has ended")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+Start = Callable[..., Child]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start a function of child.py in a process of its own; all are killed at the end."""
-    children: list[subprocess.Popen[str]] = []
+    children: list[Child] = []
 
-    def begin(command: str, *arguments: object) -> "subprocess.Popen[str]":
-        words = [sys.executable, str(CHILD), command, pickle.dumps(arguments).hex()]
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        children.append(child)
-        return child
+    def begin(*arguments: Any, **options: Any) -> Child:
+        children.append(Child(*arguments, **options))
+        return children[-1]
 
     yield begin
     for child in children:
         child.kill()
-        child.communicate(timeout=60)
-
-
-@pytest.fixture
-def said() -> Callable[["subprocess.Popen[str]"], str]:
-    """The next line that a child prints."""
-
-    def next_line(child: "subprocess.Popen[str]") -> str:
-        assert child.stdout is not None
-        return child.stdout.readline().strip()
-
-    return next_line

@@ -3,9 +3,9 @@
     python tests/unit/shm/stress_traffic.py --messages 10000000
     python tests/unit/shm/stress_traffic.py --messages 1000000 --torment 10000
 
-With ``--torment N`` all the processes fork children that drop their copies of the queue, and N
-times for each number of readers one of them is stopped for a moment, or its signal handler raises
-out of whatever it is doing.
+All the processes fork children that drop their copies of the queue. With ``--torment N`` one of
+them, N times for each number of readers, is stopped for a moment, or its signal handler raises out
+of whatever it is doing.
 """
 
 import gc
@@ -71,7 +71,7 @@ def fork_and_drop(ends: list[MessageQueue]) -> None:
     os.waitpid(pid, 0)
 
 
-def write_tormented(ends: list[MessageQueue], count: int) -> None:
+def write_all(ends: list[MessageQueue], count: int) -> None:
     queue = ends[0]
     for number in range(count):
         while queue.counters()["messages"] == number:
@@ -80,7 +80,7 @@ def write_tormented(ends: list[MessageQueue], count: int) -> None:
             fork_and_drop(ends)
 
 
-def read_tormented(ends: list[MessageQueue], count: int) -> int:
+def read_all(ends: list[MessageQueue], count: int) -> int:
     """How many messages a signal has taken between the queue's return and the caller."""
     queue, number, taken = ends[0], 0, 0
     while number < count:
@@ -98,29 +98,19 @@ def read_tormented(ends: list[MessageQueue], count: int) -> int:
     return taken
 
 
-def write(link: Connection, n_readers: int, count: int, torment: bool) -> None:
+def write(link: Connection, n_readers: int, count: int) -> None:
     queue = MessageQueue(n_readers, n_readers, **SHAPE)
     link.send(queue.export_handle())
     queue.wait_until_ready()
-    if torment:
-        write_tormented([queue], count)
-    else:
-        for number in range(count):
-            queue.enqueue(message(number), timeout=WAIT_SECONDS)
+    write_all([queue], count)
     link.send(queue.counters())
     link.recv()  # the queue stays until all have read
 
 
-def read(link: Connection, rank: int, count: int, torment: bool) -> None:
+def read(link: Connection, rank: int, count: int) -> None:
     queue = MessageQueue.create_from_handle(link.recv(), rank)
     queue.wait_until_ready()
-    taken = 0
-    if torment:
-        taken = read_tormented([queue], count)
-    else:
-        for number in range(count):
-            got = queue.dequeue(timeout=WAIT_SECONDS)
-            assert got == message(number), f"message {number} differs"
+    taken = read_all([queue], count)
     link.send((queue.counters(), taken))
 
 
@@ -146,9 +136,9 @@ def run(n_readers: int, count: int, torment: int) -> None:
     """One writer and its readers; raises if any of them has found anything wrong."""
     signal.signal(signal.SIGUSR1, raise_once)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # and in all children
-    writer, to_writer = start(write, n_readers, count, torment > 0)
+    writer, to_writer = start(write, n_readers, count)
     handle = to_writer.recv()
-    pairs = [start(read, rank, count, torment > 0) for rank in range(n_readers)]
+    pairs = [start(read, rank, count) for rank in range(n_readers)]
     readers, links = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for link in links:
         link.send(handle)

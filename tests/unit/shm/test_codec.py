@@ -78,14 +78,6 @@ def test_what_arrives_has_the_order_of_what_was_sent() -> None:
         np.testing.assert_array_equal(expected, got)
 
 
-def test_many_buffers_go_in_band_in_the_end() -> None:
-    arrays = [np.full(3_000, i) for i in range(500)]
-    back, n_parts = travel([arrays, [LARGE + bytes([i % 256]) for i in range(300)]])
-    assert n_parts <= 200
-    np.testing.assert_array_equal(np.stack(back[0]), np.stack(arrays))
-    assert back[1][299] == LARGE + bytes([299 % 256])
-
-
 @examples(10)
 @given(
     st.recursive(

@@ -5,17 +5,14 @@
 runs the same tests against the installed vLLM's queue, where each of them fails.
 """
 
-import contextlib
 import gc
 import os
-import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +23,10 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 from tests.kit.threads import in_thread
 
-from .queue_child import KIND, LARGE, SMALL, queue_class
+from .child import KIND, LARGE, SMALL, queue_class
+from .conftest import Start
 
-CHILD = Path(__file__).with_name("queue_child.py")
 ENOUGH_SECONDS = 60.0  # for a wait that must end
-
-
-class Child:
-    """A process of queue_child.py, which says pickled objects."""
-
-    def __init__(self, command: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> None:
-        words = [*wrapper, sys.executable, str(CHILD), command, pickle.dumps(arguments).hex()]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-
-    def said(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with contextlib.suppress(ValueError):  # vLLM logs to the standard output
-                return pickle.loads(bytes.fromhex(line.strip()))
-        raise AssertionError("the child has ended")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=60)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    children: list[Child] = []
-
-    def begin(*arguments: Any, **options: Any) -> Child:
-        children.append(Child(*arguments, **options))
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.kill()
 
 
 def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> object:
@@ -82,7 +47,7 @@ def local_pair(**options: Any) -> tuple[Any, Any]:
     return writer, reader
 
 
-def test_1_a_killed_reader_ends_the_wait_of_its_writer(start: Callable[..., Child]) -> None:
+def test_1_a_killed_reader_ends_the_wait_of_its_writer(start: Start) -> None:
     writer = queue_class()(1, 1, **SMALL)
     child = start("read_one_and_sleep", writer.export_handle())
     assert child.said() == "attached"
@@ -95,7 +60,7 @@ def test_1_a_killed_reader_ends_the_wait_of_its_writer(start: Callable[..., Chil
         for _ in range(100):
             writer.enqueue(b"x" * 60_000)
 
-    assert f"reader 0 (pid {child.process.pid}, dead" in str(outcome(write))
+    assert f"reader 0 (pid {child.pid}, dead" in str(outcome(write))
 
 
 def test_2_shutdown_ends_the_wait_of_a_writer() -> None:
@@ -114,22 +79,22 @@ def test_2_shutdown_ends_the_wait_of_a_writer() -> None:
     assert str(result) == "cancelled"
 
 
-def test_3_a_large_message_that_takes_long_is_not_lost(start: Callable[..., Child]) -> None:
+def test_3_a_large_message_that_takes_long_is_not_lost(start: Start) -> None:
     child = start("write_large_slowly", False)
     reader = queue_class().create_from_handle(child.said(), 0)
     reader.wait_until_ready()
     if KIND == "ours":
         assert child.said() == "waits"  # in the midst of the message
-        os.kill(child.process.pid, signal.SIGSTOP)
+        os.kill(child.pid, signal.SIGSTOP)
         assert reader.dequeue(timeout=60) == LARGE  # there is another one
     for _ in range(2):
         with pytest.raises(TimeoutError):
             reader.dequeue(timeout=0.2)
-    os.kill(child.process.pid, signal.SIGCONT)
+    os.kill(child.pid, signal.SIGCONT)
     assert [reader.dequeue(timeout=60) for _ in range(2)] == [LARGE, "small"]
 
 
-def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Callable[..., Child]) -> None:
+def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Start) -> None:
     child = start("write_large_slowly", True)
     reader = queue_class().create_from_handle(child.said(), 0)
     reader.wait_until_ready()
@@ -137,7 +102,7 @@ def test_4_a_writer_that_dies_in_a_large_message_is_named(start: Callable[..., C
         assert child.said() == "waits"
         child.kill()
         assert reader.dequeue(timeout=60) == LARGE  # there was another one
-    assert f"writer (pid {child.process.pid}, dead" in str(outcome(reader.dequeue))
+    assert f"writer (pid {child.pid}, dead" in str(outcome(reader.dequeue))
 
 
 def test_5_the_content_is_that_of_the_call() -> None:
@@ -159,7 +124,7 @@ def test_5_the_content_is_that_of_the_call() -> None:
 
 
 @pytest.mark.parametrize("size", ["64m", "1m"])
-def test_6_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Child]) -> None:
+def test_6_a_small_dev_shm_holds_all_queues(size: str, start: Start) -> None:
     unshare = shutil.which("unshare")
     if not unshare or subprocess.run([unshare, "-rm", "true"], check=False).returncode:
         pytest.skip("this machine does not let us mount a /dev/shm of our own")
@@ -168,7 +133,7 @@ def test_6_a_small_dev_shm_holds_all_queues(size: str, start: Callable[..., Chil
     assert child.said() == "done"
 
 
-def test_7_a_busy_reader_does_not_grow(start: Callable[..., Child]) -> None:
+def test_7_a_busy_reader_does_not_grow(start: Start) -> None:
     writer = queue_class()(1, 1)
     child = start("read_and_answer", writer.export_handle())
     assert child.said() == "attached"
@@ -196,10 +161,10 @@ def test_8_a_forked_child_changes_nothing() -> None:
 
 
 def test_9_a_killed_creator_leaves_nothing(
-    start: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
-    child = start("write_and_sleep", str(tmp_path))
+    child = start("write_a_queue_and_sleep", str(tmp_path))
     reader = queue_class().create_from_handle(child.said(), 0)
     reader.wait_until_ready()
     assert reader.dequeue(timeout=60) == "hello"

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from tests.kit.threads import in_thread
-from vllm_commext.errors import CommextTimeoutError, ProtocolError
+from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.ring import (
     ATTACHED,
     STATE_NAMES,
@@ -87,58 +87,6 @@ def test_what_cannot_be_a_record_is_refused_and_the_ring_goes_on() -> None:
     assert reader.read(timeout=60) == b"good"
 
 
-def test_a_timeout_leaves_the_reader_as_it_was() -> None:
-    writer, [reader] = make()
-    for timeout in (0, 0.01, -1):
-        with pytest.raises(CommextTimeoutError, match=r"writer \(pid \d+, alive, at message 0\)"):
-            reader.read(timeout)
-    writer.write(b"late")
-    assert reader.read(timeout=0) == b"late"
-
-
-def test_a_record_given_up_half_way_is_never_seen() -> None:
-    writer, [reader] = make()
-    writer.write(b"first")
-    with pytest.raises(CommextTimeoutError, match=r"reader 0 \(pid \d+, alive, at message 0\)"):
-        writer.write(b"z" * 3 * CAPACITY, timeout=0.01)
-    assert reader.read(timeout=60) == b"first"
-    with pytest.raises(CommextTimeoutError):  # half of it is there, and stays unseen
-        reader.read(timeout=0)
-    writer.write(b"second", timeout=60)
-    assert reader.read(timeout=60) == b"second"
-    assert writer.counters()["messages"] == reader.counters()["messages"] == 2
-
-
-def test_a_reader_that_times_out_in_a_record_goes_on_where_it_was() -> None:
-    writer, [reader] = make()
-    record = os.urandom(5 * CAPACITY)
-    thread, results = in_thread(lambda: writer.write(record, timeout=60))
-    received = None
-    for _ in range(100_000):
-        try:
-            received = reader.read(timeout=0)
-            break
-        except CommextTimeoutError:
-            pass
-    thread.join(10)
-    assert (results, received) == ([None], record)
-
-
-@pytest.mark.parametrize("writes", [True, False], ids=["writer", "reader"])
-def test_cancel_ends_a_sleep_and_every_later_wait(writes: bool) -> None:
-    writer, [reader] = make()
-    end = writer if writes else reader
-    work = (lambda: writer.write(b"x" * 2 * CAPACITY)) if writes else reader.read
-    thread, results = in_thread(work)
-    until_asleep(end)
-    end.cancel()
-    end.cancel()
-    thread.join(10)
-    assert [type(result) for result in results] == [QueueCancelledError]
-    with pytest.raises(QueueCancelledError, match="cancelled"):
-        work()
-
-
 def test_a_reader_gets_what_is_there_after_cancel_and_after_the_writer_left() -> None:
     writer, [reader] = make()
     writer.write(b"one")
@@ -181,17 +129,6 @@ def test_an_end_in_use_refuses_a_second_thread() -> None:
     writer.write(b"for the first")
     thread.join(10)
     assert results == [b"for the first"]
-
-
-def test_readiness_is_announced_once_for_all() -> None:
-    writer, [reader] = make()
-    with pytest.raises(CommextTimeoutError):
-        reader.wait_ready(timeout=0.01)
-    thread, results = in_thread(lambda: reader.wait_ready(timeout=60))
-    writer.announce_ready()
-    thread.join(10)
-    assert results == [None]
-    reader.wait_ready(timeout=0)
 
 
 def test_the_writer_wakes_nobody_when_nobody_sleeps_and_all_with_one_call() -> None:

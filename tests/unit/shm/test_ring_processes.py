@@ -1,11 +1,16 @@
-"""The ring between processes: who dies is named, who is stopped is not dead, nothing remains."""
+"""The ring between processes: who dies is named, who is stopped is not dead, nothing remains.
 
+The kernel says who is dead: after exec, in other pid namespaces, whatever children live on.
+"""
+
+import fcntl
 import os
-import pickle
+import resource
+import shutil
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,112 +27,171 @@ from vllm_commext.shm.ring import (
     RingWriter,
 )
 
-from .child import pattern
+from .conftest import Start
 
-Child = subprocess.Popen[str]
-Start = Callable[..., Child]
-Said = Callable[[Child], str]
 CAPACITY = 4096
+F_OFD_SETLK = 37  # <linux/fcntl.h>; Python 3.10 has no name for it
+
+
+@pytest.fixture
+def namespace() -> tuple[str, ...]:
+    """The words before a command that give it a pid namespace of its own."""
+    words = ("unshare", "-rpf", "--mount-proc", "--kill-child")
+    if not shutil.which("unshare") or subprocess.run([*words, "true"], check=False).returncode:
+        pytest.skip("this machine does not let us make a pid namespace")
+    return words
 
 
 def in_dev_shm(address: RingAddress) -> bool:
     return (Path("/dev/shm") / address.name).exists()
 
 
-def test_a_killed_writer_is_named_after_its_last_record(start: Start, said: Said) -> None:
-    child = start("write_and_sleep", 1, CAPACITY, 3)
-    address = pickle.loads(bytes.fromhex(said(child)))
-    reader = RingReader.attach(address, 0)
-    assert not in_dev_shm(address)
-    assert said(child) == "written"
-    child.kill()
-    child.wait(timeout=60)
-    assert [reader.read(timeout=60) for _ in range(3)] == [pattern(n) for n in range(3)]
-    with pytest.raises(PeerLostError, match=rf"writer \(pid {child.pid}, dead, at message 3\)"):
-        reader.read(timeout=60)
-
-
 def test_who_misses_its_writer_removes_what_that_has_left(
-    start: Start, said: Said, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second reader never came, so the writer's segment is still there; whoever creates the
     next one would remove it as well, in any process."""
-    child = start("write_and_sleep", 2, CAPACITY, 0)
-    address = pickle.loads(bytes.fromhex(said(child)))
+    child = start("create_and_sleep", 2, CAPACITY)
+    address = child.said()
     reader = RingReader.attach(address, 0)
     assert in_dev_shm(address)
     removed: list[str] = []
     unlink = ring.unlink_segment
     monkeypatch.setattr(ring, "unlink_segment", lambda name: [removed.append(name), unlink(name)])
     child.kill()
-    child.wait(timeout=60)
     with pytest.raises(PeerLostError, match="writer"):
         reader.read(timeout=60)
     assert removed == [address.name]
     assert not in_dev_shm(address)
 
 
-def test_a_writer_killed_while_a_reader_sleeps_is_noticed(start: Start, said: Said) -> None:
-    child = start("write_and_sleep", 1, CAPACITY, 0)
-    reader = RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0)
-    assert said(child) == "written"
-    with pytest.raises(CommextTimeoutError):
-        reader.read(timeout=0.01)  # also: the writer has been looked at, and found alive
-    child.kill()  # not waited for: a zombie has died as well
-    with pytest.raises(PeerLostError, match="has died"):
-        reader.read(timeout=60)
-
-
-def test_a_reader_killed_before_all_have_attached_is_noticed(start: Start, said: Said) -> None:
+def test_a_reader_killed_before_all_have_attached_is_noticed(start: Start) -> None:
     writer = RingWriter.create(2, CAPACITY)
     child = start("attach_and_sleep", writer.address, 0)
-    assert said(child) == "attached"
+    assert child.said() == "attached"
     child.kill()
-    child.wait(timeout=60)
     with pytest.raises(PeerLostError, match=rf"reader 0 \(pid {child.pid}, dead"):
         writer.wait_attached(timeout=60)
     writer.close()
 
 
-def test_a_cancelled_wait_names_the_dead(start: Start, said: Said) -> None:
-    child = start("write_and_sleep", 1, CAPACITY, 0)
-    reader = RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0)
+def test_a_cancelled_wait_names_the_dead(start: Start) -> None:
+    child = start("create_and_sleep", 1, CAPACITY)
+    reader = RingReader.attach(child.said(), 0)
     child.kill()
-    child.wait(timeout=60)
     reader.cancel()
     with pytest.raises(QueueCancelledError, match=rf"cancelled; writer \(pid {child.pid}, dead"):
         reader.read()
 
 
-def test_a_stopped_writer_is_not_dead(start: Start, said: Said) -> None:
-    child = start("write_and_sleep", 1, CAPACITY, 0)
-    reader = RingReader.attach(pickle.loads(bytes.fromhex(said(child))), 0)
+def test_a_stopped_writer_is_not_dead(start: Start) -> None:
+    child = start("create_and_sleep", 1, CAPACITY)
+    reader = RingReader.attach(child.said(), 0)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(CommextTimeoutError, match=r"alive"):
         reader.read(timeout=1.1)  # longer than the time between two looks
     os.kill(child.pid, signal.SIGCONT)
 
 
-def test_a_signal_handler_that_raises_ends_a_wait(start: Start, said: Said) -> None:
-    writer = RingWriter.create(1, CAPACITY)
-    child = start("interrupt_reading", writer.address, 0)
-    assert said(child) == "attached"
-    time.sleep(0.05)
-    os.kill(child.pid, signal.SIGUSR1)
-    assert said(child) == "interrupted"
-    writer.write(b"after", timeout=60)
-    assert said(child) == "b'after'"
-
-
-def test_what_a_dead_creator_left_is_removed_by_the_next(start: Start, said: Said) -> None:
-    child = start("write_and_sleep", 1, CAPACITY, 0)
-    address = pickle.loads(bytes.fromhex(said(child)))
+def test_what_a_dead_creator_left_is_removed_by_the_next(start: Start) -> None:
+    child = start("create_and_sleep", 1, CAPACITY)
+    address = child.said()
     living = RingWriter.create(1, CAPACITY)
     assert in_dev_shm(address)
     child.kill()
-    child.wait(timeout=60)
     RingWriter.create(1, CAPACITY).close()
     assert not in_dev_shm(address)
     assert in_dev_shm(living.address)
     living.close()
     assert not in_dev_shm(living.address)
+
+
+def is_found_dead(writer: RingWriter) -> None:
+    with pytest.raises(PeerLostError, match=r"reader 0 \(pid \d+, dead, at message 0\) has died"):
+        writer.write(b"x" * 2 * CAPACITY, timeout=60)
+
+
+def test_a_reader_that_becomes_another_program_is_dead(start: Start) -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    child = start("attach_and_exec", writer.address, 0)
+    assert child.said() == "another program"
+    is_found_dead(writer)
+
+
+def test_a_dead_readers_child_does_not_keep_it_alive(start: Start) -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    child = start("attach_and_fork", writer.address, 0)
+    grandchild = child.said()
+    child.kill()
+    is_found_dead(writer)
+    os.kill(grandchild, 9)
+
+
+def test_a_reader_in_another_pid_namespace_is_looked_after(
+    start: Start, namespace: tuple[str, ...]
+) -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    child = start("attach_and_sleep", writer.address, 0, wrapper=namespace)
+    assert child.said() == "attached"
+    assert writer.dead_peers() == []
+    child.kill()
+    is_found_dead(writer)
+
+
+def test_what_died_in_another_pid_namespace_is_removed(
+    start: Start, namespace: tuple[str, ...]
+) -> None:
+    child = start("create_and_sleep", 1, CAPACITY, wrapper=namespace)
+    path = Path("/dev/shm") / child.said().name
+    RingWriter.create(1, CAPACITY).close()
+    assert path.exists()
+    child.kill()
+    deadline = time.monotonic() + 10
+    while path.exists() and time.monotonic() < deadline:  # the namespace's processes end after it
+        RingWriter.create(1, CAPACITY).close()
+    assert not path.exists()
+
+
+def test_a_restored_reader_is_alive_whatever_its_pid_and_its_start(start: Start) -> None:
+    """As a snapshot's restore leaves it: another process, which holds the lock through a
+    description of its own. A reader was known by its pid and start time once, and was dead then."""
+    writer = RingWriter.create(1, CAPACITY)
+    file = os.open(f"/dev/shm/{writer.address.name}", os.O_RDWR)
+    child = start("attach_and_sleep", writer.address, 0)
+    assert child.said() == "attached"
+    child.kill()
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 1, 1, 0)  # byte 1: reader 0's
+    fcntl.fcntl(file, F_OFD_SETLK, lock)
+    restored = subprocess.Popen(["sleep", "60"], pass_fds=[file])
+    os.close(file)
+    assert writer.dead_peers() == []
+    writer.write(b"a record", timeout=60)
+    restored.kill()
+    restored.wait(timeout=60)
+    is_found_dead(writer)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_without_a_free_descriptor_an_end_is_refused_and_not_taken_for_dead(spare: int) -> None:
+    writer = RingWriter.create(1, CAPACITY)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard))
+    for fd in taken[:spare]:
+        os.close(fd)
+    reader, refused = None, ""
+    try:
+        reader = RingReader.attach(writer.address, 0)
+    except OSError as error:
+        refused = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken[spare:]:
+            os.close(fd)
+    if reader is None:
+        assert spare < 2
+        assert "Too many open files" in refused
+        reader = RingReader.attach(writer.address, 0)
+    assert writer.dead_peers() == reader.dead_peers() == []
+    writer.write(b"x", timeout=60)
+    assert reader.read(timeout=60) == b"x"

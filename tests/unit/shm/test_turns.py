@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
-from tests.kit.threads import in_thread
 from vllm_commext.shm.codec import StepClasses
 from vllm_commext.shm.ends import Reader, Writer
 from vllm_commext.shm.queue import MessageQueue
@@ -103,21 +102,6 @@ def test_who_does_not_get_the_turn_changes_nothing_of_the_steps() -> None:
     writer.enqueue(step(100))
     assert writer.counters()["bytes"] - before < 1500  # without the names
     assert exactly(reader.dequeue(timeout=60)) == exactly(step(100))
-
-
-def test_a_timeout_runs_while_another_thread_uses_the_end() -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
-    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    first = threading.Thread(target=reader.dequeue, daemon=True)
-    first.start()
-    while not reader.counters()["waits"]:
-        pass
-    thread, results = in_thread(lambda: reader.dequeue(timeout=0.05))
-    thread.join(10)
-    assert [type(result).__name__ for result in results] == ["CommextTimeoutError"]
-    writer.enqueue("for the first")
-    first.join(10)
-    assert not first.is_alive()
 
 
 class StepQueue(MessageQueue):
