@@ -20,7 +20,6 @@ from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
 from vllm_commext.proxy.sse import (
     EventCutter,
-    ends_empty,
     is_aborted,
     opening_error,
     opens_aborted,
@@ -278,6 +277,6 @@ async def _opening(
         raise aborted(engine)
     if (failed := opening_error(events)) is not None and failed[0] >= 500:
         raise engine_error(engine, failed[0], EngineAnswer(failed[1]))
-    if has_ended or ends_empty(events):
+    if has_ended:
         raise bad_answer(engine, "a stream that ends before its first token; its log may say why")
     return events

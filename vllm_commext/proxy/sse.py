@@ -98,17 +98,12 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def says_nothing(events: bytes) -> bool:
-    """Whether there is only a chat's role, or usage."""
+    """True for a chat's role, usage, or the end mark alone, as vLLM 0.32 ends a completion that is
+    aborted before its first token."""
     contents = _contents(events)
-    return bool(contents) and all(_is_role_alone(one) or _is_usage_alone(one) for one in contents)
-
-
-def ends_empty(events: bytes) -> bool:
-    """Whether a whole stream has no part of an answer."""
-    lines = [line for line in map(bytes.strip, events.split(b"\n")) if line]
-    contents = _contents(events)
-    is_whole = DONE in lines and len(contents) == len(lines) - 1
-    return is_whole and all(map(_is_usage_alone, contents))
+    if not contents:
+        return events.strip() == DONE
+    return all(one.get("choices") == [] or _is_role_alone(one) for one in contents)
 
 
 def _contents(events: bytes) -> list[dict[str, Any]]:
@@ -125,10 +120,6 @@ def _contents(events: bytes) -> list[dict[str, Any]]:
             return []
         contents.append(content)
     return contents
-
-
-def _is_usage_alone(content: Mapping[str, Any]) -> bool:
-    return content.get("choices") == []
 
 
 def _is_role_alone(content: dict[str, Any]) -> bool:
