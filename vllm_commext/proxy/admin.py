@@ -4,35 +4,20 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.access import answer_errors, bears_one_of
 from vllm_commext.proxy.config import engine_url
-from vllm_commext.proxy.discovery import EngineEndpoint
-from vllm_commext.proxy.engines import ENGINE_ROLES
+from vllm_commext.proxy.discovery import ADMIN, EngineEndpoint, Registry
+from vllm_commext.proxy.engines import ENGINE_ROLES, Engine
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600
 POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class AdminState:
-    places: frozenset[EngineEndpoint] = field(default_factory=frozenset[EngineEndpoint])
-    drained: frozenset[str] = field(default_factory=frozenset[str])
-
-
-class Control(Protocol):
-    def apply(self, state: AdminState) -> None:
-        """Raises `ConfigError`, and changes nothing, if that cannot be."""
-        ...
-
-    async def engines(self) -> list[dict[str, Any]]: ...
 
 
 class AdminApp:
@@ -44,10 +29,11 @@ class AdminApp:
     former with ``wait_seconds`` answers when the engine's requests have ended, or that time has.
     """
 
-    def __init__(self, control: Control, token: str) -> None:
-        self._control = control
+    def __init__(self, registry: Registry, token: str) -> None:
+        self._registry = registry
         self._token = token.encode()
-        self._state = AdminState()
+        self._places: frozenset[EngineEndpoint] = frozenset()
+        self._drained: frozenset[str] = frozenset()
 
     def build(self) -> web.Application:
         app = web.Application(
@@ -69,23 +55,27 @@ class AdminApp:
         return await handler(request)
 
     async def _show(self, _: web.Request) -> web.Response:
-        return web.json_response({"engines": await self._control.engines()})
+        return self._shown()
+
+    def _shown(self) -> web.Response:
+        return web.json_response({"engines": [one.as_json() for one in self._registry.engines]})
 
     async def _add(self, request: web.Request) -> web.Response:
         fields = await _fields(request, "role", "url")
         if fields["role"] not in ENGINE_ROLES:
             known = ", ".join(ENGINE_ROLES)
             raise bad_request(f"role: expected one of {known}, got {fields['role']!r}")
-        others = frozenset(p for p in self._state.places if p.url != fields["url"])
-        return await self._change(places=others | {EngineEndpoint(fields["role"], fields["url"])})
+        others = frozenset(one for one in self._places if one.url != fields["url"])
+        added = EngineEndpoint(fields["role"], fields["url"])
+        return self._change(others | {added}, self._drained)
 
     async def _remove(self, request: web.Request) -> web.Response:
         url = (await _fields(request, "url"))["url"]
-        others = frozenset(place for place in self._state.places if place.url != url)
-        if others == self._state.places:
+        others = frozenset(place for place in self._places if place.url != url)
+        if others == self._places:
             message = f"{url} was not added here; what the command line, a file or DNS names is "
             raise bad_request(message + "removed there, or drained here")
-        return await self._change(places=others, drained=self._state.drained - {url})
+        return self._change(others, self._drained - {url})
 
     async def _drain(self, request: web.Request) -> web.Response:
         fields = await _fields(request, "url")
@@ -93,31 +83,30 @@ class AdminApp:
         if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
             message = f"wait_seconds: expected 0 to {MAX_WAIT_SECONDS}, got {wait_seconds!r}"
             raise bad_request(message)
-        if await self._num_in_flight(url) is None:
+        if not self._at(url):
             raise bad_request(f"{url} is none of the engines")
-        answer = await self._change(drained=self._state.drained | {url})
+        answer = self._change(self._places, self._drained | {url})
         end = time.monotonic() + wait_seconds
-        while await self._num_in_flight(url) and time.monotonic() < end:
+        while sum(one.in_flight for one in self._at(url)) and time.monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
-            answer = await self._show(request)
+            answer = self._shown()
         return answer
 
-    async def _num_in_flight(self, url: str) -> int | None:
-        found = [one["in_flight"] for one in await self._control.engines() if one["url"] == url]
-        return sum(found) if found else None
+    def _at(self, url: str) -> list[Engine]:
+        return [one for one in self._registry.engines if one.url == url]
 
     async def _undrain(self, request: web.Request) -> web.Response:
         url = (await _fields(request, "url"))["url"]
-        return await self._change(drained=self._state.drained - {url})
+        return self._change(self._places, self._drained - {url})
 
-    async def _change(self, **changes: Any) -> web.Response:
-        state = replace(self._state, **changes)
+    def _change(self, places: frozenset[EngineEndpoint], drained: frozenset[str]) -> web.Response:
         try:
-            self._control.apply(state)
+            self._registry.name(ADMIN, sorted(places))
         except ConfigError as error:
             raise bad_request(str(error)) from error
-        self._state = state
-        return web.json_response({"engines": await self._control.engines()})
+        self._registry.drain(drained)
+        self._places, self._drained = places, drained
+        return self._shown()
 
 
 async def _fields(request: web.Request, *names: str) -> dict[str, Any]:

@@ -6,18 +6,16 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.access import ApiKeys, answer_errors, log_access
-from vllm_commext.proxy.admin import AdminState
 from vllm_commext.proxy.choice import is_adaptive
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import serving
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.discovery import ADMIN, Registry, Sources
+from vllm_commext.proxy.discovery import Registry, Sources
 from vllm_commext.proxy.engines import ROLES, EnginePool
 from vllm_commext.proxy.health import HealthMonitor
 from vllm_commext.proxy.intake import BodyBudget, Intake
@@ -106,14 +104,6 @@ class ProxyApp:
         except TimeoutError:
             return False
         return True
-
-    def apply(self, state: AdminState) -> None:
-        """Do what the admin port asks for. Raises `ConfigError`, and then changes nothing."""
-        self.registry.name(ADMIN, sorted(state.places))
-        self.registry.drain(state.drained)
-
-    async def engines(self) -> list[dict[str, Any]]:
-        return [engine.as_json() for engine in self.registry.engines]
 
     async def live(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

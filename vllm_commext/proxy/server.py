@@ -16,10 +16,11 @@ from aiohttp import web
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.access import server_tls
-from vllm_commext.proxy.admin import AdminApp, Control
+from vllm_commext.proxy.admin import AdminApp
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.connections import Connections
+from vllm_commext.proxy.discovery import Registry
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -43,7 +44,7 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     stopped = _on_signal()
     await runner.setup()
     try:
-        async with admin_port(proxy, config, announce):
+        async with admin_port(proxy.registry, config, announce):
             await _serve_until(stopped, proxy, runner, announce)
     finally:
         await runner.cleanup()
@@ -51,12 +52,12 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
 
 @asynccontextmanager
 async def admin_port(
-    control: Control, config: ProxyConfig, announce: Callable[[str], None]
+    registry: Registry, config: ProxyConfig, announce: Callable[[str], None]
 ) -> AsyncIterator[None]:
     if config.admin_port is None:
         yield
         return
-    app = AdminApp(control, read_secret(config.admin_token_file)).build()
+    app = AdminApp(registry, read_secret(config.admin_token_file)).build()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
@@ -80,9 +81,9 @@ async def _serve_until(
         port = await open_port(
             runner, connections, config.host, config.port, tls, reuse_port=shares
         )
-    for engine in await proxy.engines():
-        state = "healthy" if engine["healthy"] else f"not healthy yet: {engine['detail']}"
-        announce(f"{engine['name']} {engine['url']} {state}")
+    for engine in proxy.registry.engines:
+        state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
+        announce(f"{engine.name} {engine.url} {state}")
     announce(f"listening on {_url(port, bool(config.tls_cert_file))}")
     await stopped.wait()
     port.close()

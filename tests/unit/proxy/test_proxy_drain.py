@@ -48,7 +48,7 @@ async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) 
         first.drains = True
         await kit.until(lambda: pool.engines[0].drains_itself, "the check")
         assert (pool.engines[0].healthy, pool.engines[0].usable) == (True, False)
-        assert (await cluster.proxy.engines())[1]["draining"]
+        assert cluster.proxy.registry.engines[1].as_json()["draining"]
         for _ in range(3):
             assert (await answered(cluster))[2] == "decode1"
         release.set()

@@ -56,8 +56,7 @@ async def test_an_engine_of_both_roles_is_one_engine(kit: Any) -> None:
         assert [one.name for one in registry.engines] == ["prefill0", "engine0", "decode0"]
         assert [len(pool.engines) for pool in pools] == [2, 2]
         assert pools[0].engines[1] is pools[1].engines[1]
-        told = await cluster.proxy.engines()
-        assert [one["role"] for one in told] == ["prefill", "both", "decode"]
+        assert [one.role for one in registry.engines] == ["prefill", "both", "decode"]
 
 
 async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_limit(
