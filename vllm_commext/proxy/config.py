@@ -24,11 +24,7 @@ def _file(meaning: str) -> Any:
 
 
 def _option(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning, "number": True})
-
-
-def _number(value: Any) -> Any:
-    return field(default=value, metadata={"number": True})
+    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True)
@@ -56,20 +52,20 @@ class ProxyConfig:
     client_timeout_seconds: float = _option(
         60.0, "timeout for a client to send its request, or to take a piece of the answer"
     )
-    upload_bytes_per_second: int = _number(256 << 10)  # of a body, after the client's timeout
+    upload_bytes_per_second: int = 256 << 10  # of a body, after the client's timeout
     health_interval_seconds: float = _option(
         2.0, "time between two checks of an engine, of --engines-file and of dns+http names"
     )
     health_timeout_seconds: float = _option(
         5.0, "timeout for a health check, and for connecting to an engine"
     )
-    health_fall: int = _number(2)  # failed checks in a row that make an engine unhealthy
+    health_fall: int = 2  # failed checks in a row that make an engine unhealthy
     engine_lost_seconds: float = _option(
         30.0, "give up on requests to an engine that has answered no check for so long"
     )
-    engine_wait_seconds: float = _number(3.0)  # of a request while no decode engine is healthy
-    keep_alive_seconds: float = _number(4.0)  # of idle connections; an engine closes them after 5 s
-    request_attempts: int = _number(2)  # at a request that fails before its first token
+    engine_wait_seconds: float = 3.0  # of a request while no decode engine is healthy
+    keep_alive_seconds: float = 4.0  # of idle connections; an engine closes them after 5 s
+    request_attempts: int = 2  # at a request that fails before its first token
     min_prompt_tokens: int = _option(
         0, "prompts of fewer tokens, about, are computed by a decode engine alone"
     )
@@ -79,16 +75,16 @@ class ProxyConfig:
     tpot_ms: int = _option(
         0, "limit for each later token, milliseconds, as a mean over the answer; 0: none"
     )
-    prefill_attempts: int = _number(2)
-    decode_attempts: int = _number(2)  # while none can be connected to
-    affinity_tokens: int = _number(500_000)  # of prompts that an engine is taken to hold
+    prefill_attempts: int = 2
+    decode_attempts: int = 2  # while none can be connected to
+    affinity_tokens: int = 500_000  # of prompts that an engine is taken to hold
     max_body_bytes: int = _option(32 * MIB, "largest request body")
-    max_buffered_bytes: int = _number(0)  # of request bodies at a time; 0: `BODIES` of the largest
-    resume_bytes: int = _number(256 * MIB)  # of requests and answers, kept to resume streams
-    move_pause_seconds: float = _number(5.0)  # longest pause of a stream that moves
+    max_buffered_bytes: int = 0  # of request bodies at a time; 0: `BODIES` of the largest
+    resume_bytes: int = 256 * MIB  # of requests and answers, kept to resume streams
+    move_pause_seconds: float = 5.0  # longest pause of a stream that moves
     max_in_flight: int = _option(1024, "requests at a time; one more is refused with 503")
-    max_connections: int = _number(4096)  # beyond, the one idle longest is closed
-    max_connections_per_peer: int = _number(2048)  # of one address, or one IPv6 /64
+    max_connections: int = 4096  # beyond, the one idle longest is closed
+    max_connections_per_peer: int = 2048  # of one address, or one IPv6 /64
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")
@@ -114,22 +110,14 @@ class ProxyConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: expected 0 (any free port) to 65535, got {self.port}")
         for option in fields(self):
-            if "number" in option.metadata:
+            if "help" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
         if not self.max_buffered_bytes:
             object.__setattr__(self, "max_buffered_bytes", BODIES * self.max_body_bytes)
-        if self.stream_chunks not in MODES:
-            raise ConfigError(
-                f"stream_chunks: expected one of {list(MODES)}, got {self.stream_chunks!r}"
-            )
-        if self.prompt_order not in ORDERS:
-            raise ConfigError(
-                f"prompt_order: expected one of {list(ORDERS)}, got {self.prompt_order!r}"
-            )
-        if self.placement not in PLACEMENTS:
-            raise ConfigError(
-                f"placement: expected one of {list(PLACEMENTS)}, got {self.placement!r}"
-            )
+        choices = {"stream_chunks": MODES, "prompt_order": ORDERS, "placement": PLACEMENTS}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name}: expected one of {list(known)}, got {value!r}")
         if self.admin_port is not None and not self.admin_token_file:
             raise ConfigError("the admin port needs a token: expected --admin-token-file FILE")
         may_be_empty = bool(self.both or self.engines_file) or self.admin_port is not None

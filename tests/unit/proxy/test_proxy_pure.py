@@ -313,7 +313,6 @@ P, D = ("http://h:1",), ("http://h:2",)
         ({"health_timeout_seconds": 0.0}, "health_timeout_seconds: expected a finite number"),
         ({"prefill_timeout_seconds": float("nan")}, "prefill_timeout_seconds: expected"),
         ({"drain_timeout_seconds": float("inf")}, "drain_timeout_seconds: expected"),
-        ({"prefill_attempts": 0}, "prefill_attempts: expected"),
     ],
 )
 def test_configuration_refuses_what_cannot_work(values: dict[str, Any], message: str) -> None:
