@@ -9,9 +9,8 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import WINDOW
 from vllm_commext.proxy.engine_load import Answer, Job, Waiting, next_of
 from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of
-from vllm_commext.proxy.engines import REQUEST_TOKENS
+from vllm_commext.proxy.engines import LEAD_SECONDS, REQUEST_TOKENS
 from vllm_commext.proxy.placement import Candidate, Placement, Planner
-from vllm_commext.proxy.turns import LEAD_SECONDS
 
 MOST_TOKENS = 1024
 """What requests allow their answers, however long these turn out."""

@@ -1,6 +1,8 @@
 """The engines of one role: their capabilities, state, and which takes the next request."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -10,10 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.engine_load import EngineLoad
+from vllm_commext.proxy.engine_load import EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
 from vllm_commext.proxy.placement import Candidate
-from vllm_commext.proxy.turns import Turns
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -106,21 +107,71 @@ def read_capabilities(page: str) -> Capabilities:
 
 
 def read_cache(page: str) -> tuple[float, float, float] | None:
-    """Tokens of room in a KV cache, tokens in use, and steps so far (or the use again); None where
+    """Tokens of room in the KV caches of all ranks, tokens in use, and steps so far; None where
     the page does not say. Raises `ValueError`."""
-    names = (CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
-    found = {name: _samples(page, name) for name in names}
-    if not (found[CACHE_METRIC] and found[CACHE_USE_METRIC]):
+    sizes = [one.labels.get("kv_cache_size_tokens", "") for one in _samples(page, CACHE_METRIC)]
+    use = [one.value for one in _samples(page, CACHE_USE_METRIC)]
+    if not (sizes and sizes[0].isdigit() and use):
         return None
-    labels, use = found[CACHE_METRIC][0].labels, [one.value for one in found[CACHE_USE_METRIC]]
-    num_steps = sum(one.value for one in found[STEPS_METRIC])
-    each = labels.get("kv_cache_size_tokens", "")
-    if each.isdigit():
-        tokens = int(each) * len(use)
-    else:  # by older versions, which sum up the blocks of all ranks
-        tokens = int(labels.get("num_gpu_blocks", "")) * int(labels.get("block_size", ""))
-    used = tokens * sum(use) / len(use)
-    return tokens, used, num_steps if found[STEPS_METRIC] else used
+    each = int(sizes[0])
+    return each * len(use), each * sum(use), sum(s.value for s in _samples(page, STEPS_METRIC))
+
+
+LEAD_SECONDS = 0.03
+"""Work that an engine gets ahead, beside the time to reach it, so that it never idles."""
+
+
+class Turns:
+    """Prompts that wait for an engine's turn, so that a long one does not hold up short ones.
+
+    With a limit to the first token they go as they came, but the longest are put off when not all
+    can be in time. Without one the shortest goes first, and overtakes another one for no longer
+    than `PATIENCE` times that one's length.
+    """
+
+    def __init__(self, load: EngineLoad) -> None:
+        self._load = load
+        self._turns: dict[Waiting, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        load.on_done = self._wake
+
+    async def take(self, new_tokens: int, held_tokens: int) -> None:
+        load, now = self._load, time.monotonic()
+        if not self._turns and self._seconds_left(now) <= 0.0:
+            return
+        seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
+        waiting = Waiting(now, seconds)
+        turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
+        load.wait(waiting)
+        self._set_timer(now)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake()  # another one's turn
+            raise
+        finally:
+            self._turns.pop(waiting, None)
+            load.leave(waiting)
+
+    def _wake(self) -> None:
+        now = time.monotonic()
+        if self._turns and self._seconds_left(now) <= 0.0:
+            waiting = next_of([*self._turns], now, self._load.shared.limits.first)
+            self._turns.pop(waiting).set_result(None)
+        self._set_timer(now)
+
+    def _seconds_left(self, now: float) -> float:
+        reach = self._load.speed.prefill_seconds(0, 0, True)
+        return self._load.backlog(now) - LEAD_SECONDS - reach
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._turns:
+            left = max(self._seconds_left(now), LEAD_SECONDS / 10)
+            self._timer = asyncio.get_running_loop().call_later(left, self._wake)
 
 
 @dataclass(eq=False)
@@ -279,9 +330,6 @@ class EnginePool:
     def _set(self, engines: tuple[Engine, ...]) -> None:
         self.engines, self.members = engines, frozenset(engines)
         self.has_both = any(one.role == BOTH for one in engines)
-
-    def find(self, url: str) -> Engine | None:
-        return next((engine for engine in self.engines if engine.url == url), None)
 
     @property
     def num_healthy(self) -> int:

@@ -10,10 +10,10 @@ new one has repeated what the client has; until then the stream can go on where 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_commext.proxy.attempts import Attempts
 from vllm_commext.proxy.config import ProxyConfig
@@ -25,22 +25,15 @@ from vllm_commext.proxy.response import Opened, failures_of
 from vllm_commext.proxy.resume import MAX_RESUMES, Resume
 from vllm_commext.proxy.transcript import Transcript
 
+if TYPE_CHECKING:
+    from vllm_commext.proxy.serving import Service
+
 logger = logging.getLogger("vllm.commext.proxy")
 
 MAX_MOVES = 3
 """Streams that move at a time: the more read at once, the longer each pauses."""
 PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
-
-
-class Steps(Protocol):
-    async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None: ...
-
-    async def second_step(
-        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, Any] = ...
-    ) -> Opened: ...
-
-    def release(self, attempts: Attempts, request_id: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -50,7 +43,7 @@ class Mover:
     stop: has the stream stop where `move` is called. turns: of `MAX_MOVES`.
     """
 
-    _steps: Steps
+    _steps: "Service"
     _attempts: Attempts
     _outcome: Outcome
     _config: ProxyConfig

@@ -128,7 +128,6 @@ class Outcome:
     prefill: str = ""
     decode: str = ""
     placement: str = ""
-    status: int = 0
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     is_answered: bool = False

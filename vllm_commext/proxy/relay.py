@@ -33,12 +33,6 @@ _NOT_PASSED_ON = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Relayed:
-    response: web.StreamResponse
-    failure: ProxyError | None = None
-
-
 class _UnfinishedError(Exception):
     """The engine ended a stream too early, without an error."""
 
@@ -49,8 +43,6 @@ class _GivenUpError(Exception):
 
 LEFT = "left"
 """Kind of failure of a stream that was stopped to leave its engine."""
-Resuming = Callable[[ProxyError], Awaitable[Opened | None]]
-"""Gives the rest of a failed stream, or None."""
 
 
 @dataclass(eq=False)
@@ -58,8 +50,7 @@ class Relay:
     """One answer on its way to a client.
 
     A token's cost is spent here: one timer watches over the whole stream. has_sent_end: the client
-    has all of a stream's events. A stream with a *transcript* may go on at another engine, by
-    *resuming*.
+    has all of a stream's events. *resuming* gives the rest of a failed stream, or None.
     """
 
     _request: web.Request
@@ -68,7 +59,7 @@ class Relay:
     _gaps: Histogram
     _losses: Losses
     _transcript: Transcript | None
-    _resuming: Resuming
+    _resuming: Callable[[ProxyError], Awaitable[Opened | None]]
     _is_engines_turn: bool = False
     _watch: StreamWatch | None = None
     _leaves: bool = False
@@ -80,8 +71,10 @@ class Relay:
         if self._watch is not None:
             self._watch.leave()
 
-    async def run(self, extra_headers: Mapping[str, str]) -> Relayed:
-        """Send everything. Raises `ClientGoneError`."""
+    async def run(
+        self, extra_headers: Mapping[str, str]
+    ) -> tuple[web.StreamResponse, ProxyError | None]:
+        """Send everything; returns the failure that ended it, too. Raises `ClientGoneError`."""
         response = self._begin(extra_headers)
         while (failure := await self._send(response)) is not None:
             opened = await self._resuming(failure)
@@ -89,7 +82,7 @@ class Relay:
                 await self._end_broken(response, failure)
                 break
             self._opened = opened
-        return Relayed(response, failure)
+        return response, failure
 
     async def _send(self, response: web.StreamResponse) -> ProxyError | None:
         idle_seconds = min(

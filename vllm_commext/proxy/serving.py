@@ -302,7 +302,6 @@ class Service:
     ) -> web.StreamResponse:
         metrics, engine = self._metrics, opened.engine.name
         told = outcome.headers()
-        outcome.status = opened.response.status
         if opened.response.status >= 400:
             told[SIDE] = DECODE
             outcome.set("engine_error", DECODE)
@@ -327,7 +326,7 @@ class Service:
         mover.stop = relay.leave
         mover.watch(opened)
         try:
-            relayed = await relay.run(told)
+            response, failure = await relay.run(told)
         finally:
             outcome.is_answered = relay.has_sent_end
             answer = (attempts.opened or opened).answer
@@ -335,9 +334,9 @@ class Service:
                 answer.end(time.monotonic())
                 self._note_expected(attempts, answer, outcome)
             await mover.close()
-        if relayed.failure is not None:
-            outcome.set(relayed.failure.kind, relayed.failure.side)
-            logger.warning("request %s broke: %s", outcome.request_id, relayed.failure)
+        if failure is not None:
+            outcome.set(failure.kind, failure.side)
+            logger.warning("request %s broke: %s", outcome.request_id, failure)
         elif opened.response.status < 400:
             metrics.request_seconds.labels(outcome.decode).observe(outcome.seconds)
-        return relayed.response
+        return response

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_commext.proxy import two_step
 from vllm_commext.proxy.body import LENGTHS
@@ -67,16 +67,12 @@ def decode_body(body: Mapping[str, Any], key: str, place: SideChannel) -> dict[s
     return two_step.decode_body(body, params)
 
 
-class Payloads(Protocol):
-    def __call__(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Any: ...
-
-
 @dataclass(eq=False)
 class Stream:
     """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
 
     _body: Mapping[str, Any]
-    _payload: Payloads
+    _payload: Callable[..., Any]
     _ask: Callable[[Any, Engine], Any]
     way: AtOnce | None = None
     _asked: Engine | None = None

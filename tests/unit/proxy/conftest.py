@@ -186,9 +186,10 @@ class EngineServer:
         place = f'host="{host}",port="{port}",seal="{seal}"'
         told = f'vllm:commext_nixl_info{{model_name="tiny",engine="0",{place},{flags}}} 1.0\n'
         if self.cache is not None:
-            size, use = self.cache[0], self.cache[1] + 1e-6 * self.num_scrapes  # of other steps
+            size, use = self.cache
             told += f'vllm:cache_config_info{{engine="0",kv_cache_size_tokens="{size}"}} 1.0\n'
             told += f'vllm:kv_cache_usage_perc{{engine="0"}} {use}\n'
+            told += f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_scrapes}\n'
         return told
 
     @asynccontextmanager

@@ -56,7 +56,7 @@ def test_an_engine_whose_model_is_not_streamed_says_so_after_a_step(
     assert read_capabilities(page(asked, told)).streams == streams
 
 
-CACHE = 'vllm:cache_config_info{block_size="16",%sengine="0",num_gpu_blocks="100"} 1.0\n'
+CACHE = 'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="%s",engine="0"} 1.0\n'
 STEPS = 'vllm:iteration_tokens_total_count{engine="%d",model_name="tiny"} %s\n'
 USE = 'vllm:kv_cache_usage_perc{engine="%d",model_name="tiny"} %s\n'
 
@@ -66,20 +66,13 @@ USE = 'vllm:kv_cache_usage_perc{engine="%d",model_name="tiny"} %s\n'
     [
         pytest.param("", None, id="none"),
         pytest.param(USE % (0, 0.5), None, id="no size"),
-        pytest.param(CACHE % "", None, id="no use"),
-        pytest.param(CACHE % "" + USE % (0, 0.25), (1600, 400, 400), id="blocks"),
+        pytest.param(CACHE % 1000, None, id="no use"),
+        pytest.param(CACHE % "None" + USE % (0, 0.25), None, id="no cache"),
+        pytest.param(CACHE % 1000 + USE % (0, 0.25) + STEPS % (0, 7), (1000, 250, 7), id="one"),
         pytest.param(
-            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25), (1000, 250, 250), id="tokens"
-        ),
-        pytest.param(
-            CACHE % 'kv_cache_size_tokens="1000",' + USE % (0, 0.25) + USE % (1, 0.75),
-            (2000, 1000, 1000),
+            CACHE % 1000 + USE % (0, 0.25) + USE % (1, 0.75) + STEPS % (0, 7) + STEPS % (1, 5),
+            (2000, 1000, 12),
             id="two ranks",
-        ),
-        pytest.param(
-            CACHE % "" + USE % (0, 0.25) + STEPS % (0, 7) + STEPS % (1, 5),
-            (1600, 400, 12),
-            id="steps",
         ),
     ],
 )

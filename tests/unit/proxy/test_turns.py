@@ -12,7 +12,7 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.choice import orders_prompts
 from vllm_commext.proxy.engine_load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
 from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.turns import Turns
+from vllm_commext.proxy.engines import Turns
 
 TOKEN = 25e-6
 BOUND_SECONDS = 20.0
