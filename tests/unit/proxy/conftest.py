@@ -6,9 +6,11 @@ and decides to the byte what comes back.
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from vllm_commext.drain import HEADER
 
 BOUND_SECONDS = 60.0
-KV_PARAMS = {
+kv_params = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_engine_id": "p",
@@ -78,7 +80,7 @@ Behaviour = Callable[[Call], Awaitable[None]]
 
 
 async def prefill_ok(call: Call) -> None:
-    answer = {"choices": [{"text": "!"}], "kv_transfer_params": KV_PARAMS}
+    answer = {"choices": [{"text": "!"}], "kv_transfer_params": kv_params}
     await call.answer(200, json.dumps(answer).encode())
 
 
@@ -268,6 +270,9 @@ class EngineServer:
             await asyncio.gather(behaving, leaving, return_exceptions=True)
 
 
+engine = EngineServer
+
+
 @dataclass
 class Cluster:
     """Engines, the proxy in front of them, and a client's session; stack: ends with them."""
@@ -317,7 +322,7 @@ async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], optio
 
 
 @asynccontextmanager
-async def running_cluster(
+async def cluster(
     num_prefill: int = 1,
     num_decode: int = 1,
     *,
@@ -351,12 +356,12 @@ async def running_cluster(
         url = f"http://127.0.0.1:{port.sockets[0].getsockname()[1]}"
         timeout = aiohttp.ClientTimeout(total=BOUND_SECONDS)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        cluster = Cluster(
+        made = Cluster(
             *(servers["prefill"], servers["decode"], proxy, session, url, runner, servers["both"]),
             stack,
         )
-        yield cluster
-        await cluster.idle()
+        yield made
+        await made.idle()
 
 
 def outcome(kind: str, side: str) -> str:
@@ -375,28 +380,9 @@ async def expect_error(cluster: Cluster, status: int, kind: str, side: str) -> s
     return error["message"]
 
 
-class Kit:
-    """What a test takes from here, since test files do not import one another."""
-
-    cluster = staticmethod(running_cluster)
-    engine = EngineServer
-    until = staticmethod(until)
-    prefill_ok = staticmethod(prefill_ok)
-    decode_ok = staticmethod(decode_ok)
-    both_ok = staticmethod(both_ok)
-    answering = staticmethod(answering)
-    held = staticmethod(held)
-    dropping = staticmethod(dropping)
-    hanging = staticmethod(hanging)
-    streaming = staticmethod(streaming)
-    held_stream = staticmethod(held_stream)
-    outcome = staticmethod(outcome)
-    expect_error = staticmethod(expect_error)
-    kv_params = KV_PARAMS
-
-
 @pytest.fixture
-def kit() -> type[Kit]:
+def kit() -> ModuleType:
+    """All of this file."""
     for library in ("aiohttp", "prometheus_client"):
         pytest.importorskip(library, reason=f"the extra [proxy] is not installed: no {library}")
-    return Kit
+    return sys.modules[__name__]

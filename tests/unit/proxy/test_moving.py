@@ -2,7 +2,6 @@
 way the client gets each token once."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -11,39 +10,32 @@ from typing import Any
 
 import pytest
 
+from tests.unit.proxy import test_resume
+from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy import moving, serving
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines import read_capabilities
 from vllm_commext.proxy.resume import Resume
 from vllm_commext.proxy.transcript import ANSWER
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-DONE = b"data: [DONE]\n\n"
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
 OTHER = [(1, "a"), (9, "x"), (3, "c"), (4, "d")]
 
 
 def event(engine: int, path: str, tokens: Sequence[tuple[int, str]], end: str | None) -> bytes:
-    text = "".join(word for _, word in tokens)
-    part: dict[str, Any] = {"text": text} if path == COMPLETIONS else {"delta": {"content": text}}
-    ids = [token for token, _ in tokens]
-    choice = {"index": 0, **part, "logprobs": None, "finish_reason": end, "token_ids": ids}
-    content = {"id": f"one-{engine}", "created": 1000 + engine, "choices": [choice]}
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    text, ids = "".join(word for _, word in tokens), [token for token, _ in tokens]
+    return test_resume.event(
+        engine, path, **test_resume.part(path, text), token_ids=ids, finish_reason=end
+    )
 
 
 class Told:
     """What a client has got of a stream."""
 
     def __init__(self, raw: bytes) -> None:
-        lines = [line for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
-        self.events = [json.loads(line[len(b"data: ") :]) for line in lines]
-        choices = [choice for one in self.events for choice in one.get("choices", [])]
-        self.text = "".join(
-            one.get("text") or one.get("delta", {}).get("content") or "" for one in choices
-        )
-        self.names = {(one.get("id"), one.get("created")) for one in self.events}
-        self.resumed = [one["commext_resumed"] for one in self.events if "commext_resumed" in one]
+        self.text, _, self.names, _ = test_resume.told(raw)
+        events = test_resume.contents(raw)
+        self.resumed = [one["commext_resumed"] for one in events if "commext_resumed" in one]
         self.is_whole = raw.endswith(DONE)
 
 
@@ -248,18 +240,6 @@ def test_an_engine_says_whether_it_caches_prefixes(kit: Any, caches: str) -> Non
     setting = f'enable_prefix_caching="{caches}"'
     page += f'vllm:cache_config_info{{block_size="16",{setting},engine="0"}} 1.0\n'
     assert read_capabilities(page).caches == (caches == "True")
-
-
-async def test_an_engine_that_says_itself_that_it_drains_is_left(kit: Any) -> None:
-    engines = Engines(COMPLETIONS)
-    async with kit.cluster(num_decode=2, health_interval_seconds=0.05) as cluster:
-        first, second = cluster.decode
-        first.behave, second.behave = engines.first, engines.second
-        async with cluster.post({"prompt": "hello", "stream": True}) as response:
-            got = await response.content.readany()
-            first.drains = True
-            got += await response.read()
-        assert (Told(got).text, Told(got).resumed) == ("abcd", [1])
 
 
 class Prefills:

@@ -161,15 +161,6 @@ def test_a_first_token_is_late_after_its_limit(queue: int, tokens: int, is_late:
     assert placed.is_late == is_late
 
 
-def test_held_tokens_are_not_computed_again() -> None:
-    made = planner(per_token=0.012)
-    both = [Candidate(made.new_load(), held, held) for held in (0, 3900)]
-    running(both[1].load, 100, 100 * STEP)
-    placed = place(made, both, both)
-    assert placed.is_local
-    assert placed.decode is both[1]
-
-
 @pytest.mark.parametrize(
     ("held", "num_running", "prefill", "decode"),
     [

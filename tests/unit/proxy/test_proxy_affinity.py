@@ -68,26 +68,11 @@ def test_no_more_is_held_than_all_tokens_but_the_last(old: list[str], new: list[
     assert 0 <= held <= max(num_tokens_of(bodies[1]) - 1, 0)
 
 
-def test_the_next_turn_of_a_conversation_is_mostly_held() -> None:
-    first = {"messages": [TURN, ANSWER, TURN, ANSWER]}
-    second = {"messages": [*first["messages"], {"role": "user", "content": "and?"}]}
-    assert remembering(first).held_tokens(prefix(second)) > 0.8 * num_tokens_of(second)
-
-
 @pytest.mark.parametrize("changed", ["model", "cache_salt"])
 def test_another_model_or_salt_shares_nothing(changed: str) -> None:
     body = {"model": "m", "cache_salt": "s", "prompt": "w" * 8000}
     assert remembering(body).held_tokens(prefix(body)) > 0
     assert remembering(body).held_tokens(prefix({**body, changed: "other"})) == 0
-
-
-def test_a_change_at_the_start_shares_nothing_and_in_the_middle_half() -> None:
-    text = "w" * 64 * BLOCK_BYTES
-    memory = remembering({"prompt": text})
-    assert memory.held_tokens(prefix({"prompt": "x" + text[1:]})) == 0
-    half = len(text) // 2
-    held = memory.held_tokens(prefix({"prompt": text[:half] + "x" + text[half + 1 :]}))
-    assert held == half // 4
 
 
 def test_a_prompt_of_token_ids_is_known_whether_it_came_large_or_small() -> None:

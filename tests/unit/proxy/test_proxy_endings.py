@@ -123,19 +123,6 @@ async def _until_cut(reader: asyncio.StreamReader) -> bytes:
     return received
 
 
-async def test_a_client_that_never_sends_its_body_is_told_so(kit: Any) -> None:
-    async with kit.cluster(client_timeout_seconds=0.1) as cluster:
-        host, port = cluster.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 10\r\n\r\n{"
-        )
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 10)
-        writer.close()
-        assert cluster.prefill[0].calls == []
-
-
 async def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
     kit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -281,19 +281,6 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
         await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
 
 
-async def test_with_prefill_drained_at_the_admin_port_decode_engines_compute_prompts(
-    kit: Any, tmp_path: Path
-) -> None:
-    async with kit.cluster(**QUICK) as cluster:
-        admin = await admin_of(tmp_path, cluster)
-        wanted = {"url": cluster.prefill[0].url}
-        assert (await admin.ask("POST", "/drain", wanted))[0] == 200
-        assert await answered_by(cluster) == ("", "decode0")
-        assert 'local_prefills_total{reason="prefill_away"} 1.0' in await cluster.metrics()
-        assert (await admin.ask("POST", "/undrain", wanted))[0] == 200
-        assert await answered_by(cluster) == ("prefill0", "decode0")
-
-
 async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
     release = asyncio.Event()
     async with kit.cluster(**QUICK) as cluster:
@@ -335,8 +322,3 @@ async def test_what_the_admin_port_cannot_do_it_refuses(
         assert (await admin.ask("GET", "/engines"))[0] == 200
         async with cluster.session.get(cluster.url + "/engines") as response:
             assert response.status == 404, "it is not on the clients' port"
-
-
-def test_an_admin_port_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match="--admin-token-file"):
-        ProxyConfig(prefill=(), decode=(), admin_port=0)

@@ -223,34 +223,6 @@ async def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: A
         assert (await ways(cluster))["again"] >= 1
 
 
-async def test_what_is_streamed_already_ends_where_it_is_while_both_engines_drain(kit: Any) -> None:
-    async with running(kit, engine_wait_seconds=0.1) as cluster:
-        prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        await ask(cluster)
-        may_answer = asyncio.Event()
-
-        async def late(call: Any) -> None:
-            await may_answer.wait()
-            await decode(call)
-
-        async def late_prefill(call: Any) -> None:
-            await may_answer.wait()
-            await answering()(call)
-
-        prefill.behave, decoding.behave = late_prefill, late
-        asked = asyncio.create_task(ask(cluster))
-        await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
-        prefill.drains = decoding.drains = True
-        for pool in cluster.proxy.pools:
-            for engine in pool.engines:
-                engine.note_drain()
-        may_answer.set()
-        path, answer = await asked
-        assert path == "streamed"
-        assert answer.endswith(b"data: [DONE]\n\n")
-        assert (await cluster.ask(BODY)).status == 503
-
-
 async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
@@ -298,15 +270,6 @@ async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(k
             assert await ways(cluster) == ways_taken
             assert engine.capabilities == UNKNOWN
         assert sum("stream_key" in params_of(call) for call in decoding.calls) == 1
-
-
-async def test_by_default_every_prompt_is_streamed(kit: Any) -> None:
-    drawn = {**BODY, "temperature": 0.7}
-    others = [SHORT, {**BODY, "prompt": [1]}, drawn, {**drawn, "stream": False}]
-    async with running(kit, stream_chunks="auto") as cluster:
-        for body in (BODY, *others, {**drawn, "logprobs": 1}):
-            await ask(cluster, body)
-        assert await ways(cluster) == {"streamed": len(others) + 2}
 
 
 async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(kit: Any) -> None:
@@ -367,18 +330,6 @@ async def test_after_a_stream_that_failed_the_prefill_engine_is_asked_again_what
         await kit.until(lambda: not engine.capabilities.streams, "another look at its page")
         await ask(cluster)
         assert await ways(cluster) == {"failed": 1, "not_known": 1}
-
-
-async def test_an_engine_that_was_away_may_be_another_one(kit: Any) -> None:
-    async with running(kit) as cluster:
-        await ask(cluster)
-        (engine,) = cluster.proxy.pools[0].engines
-        engine.refuse("gone")
-        engine.passed_check()
-        assert (await ask(cluster))[0] == "two-step"
-        await kit.until(lambda: engine.capabilities.is_known, "another look at its page")
-        assert (await ask(cluster))[0] == "streamed"
-        assert await ways(cluster) == {"not_known": 1, "streamed": 2}
 
 
 async def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:

@@ -246,13 +246,15 @@ async def test_half_an_answer_is_none(kit: Any, kind: str, body: dict[str, Any])
         assert error["engine"] in ("decode0", "decode1")
 
 
-@pytest.mark.parametrize("kind", HALF)
+@pytest.mark.parametrize("kind", [*HALF, "parameters that are none"])
 async def test_half_a_prefill_is_none(kit: Any, kind: str) -> None:
     async with kit.cluster() as cluster:
-        cluster.prefill[0].behave = half(kit, kind)
+        other = kit.answering(200, b'{"kv_transfer_params": 7}')
+        cluster.prefill[0].behave = half(kit, kind) if kind in HALF else other
         response = await cluster.ask(BODY)
         assert response.status == 200
         assert response.headers["X-Commext-Path"] == "local-prefill"
+        assert cluster.decode[0].calls[0].body == BODY
 
 
 @pytest.mark.parametrize("rest", [b"", TOLD, TOLD[:11]], ids=["one", "two", "one and a half"])
