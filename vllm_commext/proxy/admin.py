@@ -21,14 +21,6 @@ POLL_SECONDS = 0.1
 
 
 class AdminApp:
-    """Routes of the admin port.
-
-    GET /engines shows them all. POST /engines with ``role`` and ``url`` adds one, or gives one
-    added here its other role; DELETE /engines with ``url`` takes it away once its requests have
-    ended. POST /drain and POST /undrain with ``url`` stop and resume new work for any engine; the
-    former with ``wait_seconds`` answers when the engine's requests have ended, or that time has.
-    """
-
     def __init__(self, registry: Registry, token: str) -> None:
         self._registry = registry
         self._token = token.encode()

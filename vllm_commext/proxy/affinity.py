@@ -1,13 +1,6 @@
-"""Which engine may still hold a prompt's KV cache: what each engine was asked before. Pure.
+"""Estimates which engine still holds a prompt's KV cache, from the prompts it was asked last. Pure.
 
-A prompt is cut into blocks of text. Each block's digest covers all blocks before it, so two prompts
-share as many digests as they share text from the start: a system prompt, a document, the earlier
-turns of a conversation. An engine's memory holds the digests of what it was asked last. A request
-weighs less at an engine that remembers more of it, and only by what it need not compute there, so
-that a busy engine still passes work on to an idle one.
-
-A session's name stands for all of the session's earlier turns, for clients whose prompts do not
-begin like the one before (a window over the conversation's end).
+Each block's digest covers all text before it, so prompts share digests as far as they share text.
 """
 
 import hashlib
@@ -32,9 +25,8 @@ _DIGEST_BYTES = 12
 
 @dataclass(frozen=True)
 class Prefix:
-    """Digests by which engines remember a request. blocks: of the prompt's blocks, chained from its
-    start, each for about tokens_a_block tokens. session: of the session's name, b"" without one.
-    tokens: about how many the prompt has."""
+    """Digests of a request: of the prompt's blocks, each of about tokens_a_block tokens, and of the
+    session's name (b"": none). tokens: estimate of the whole prompt's."""
 
     blocks: tuple[bytes, ...] = ()
     tokens_a_block: float = 0.0
@@ -46,7 +38,6 @@ NO_PREFIX = Prefix()
 
 
 def prefix_of(body: Mapping[str, Any], prompt: Any, session: str | None) -> Prefix:
-    """Prefix of a completion's or a chat's *prompt*; *session*: as the client names it."""
     salt = dumps([str(body.get("model")), str(body.get("cache_salt"))])
     # Without the quotes or brackets around it, so that a prompt's beginning is a longer one's, too.
     text = prompt.text[1:-1] if isinstance(prompt, RawJson) else b""
@@ -96,8 +87,7 @@ class Memory:
         self.clear()
 
     def held_tokens(self, prefix: Prefix) -> int:
-        """About how many of the prompt's first tokens the engine holds; the last is always
-        computed."""
+        """Estimate the prompt's first tokens that the engine holds; the last is always computed."""
         held = 0.0
         known = self._blocks.weights
         for block in prefix.blocks:

@@ -8,11 +8,7 @@ from vllm_commext.proxy import resume, two_step
 from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
 from vllm_commext.proxy.body import num_tokens
 from vllm_commext.proxy.choice import Plan, most_tokens
-from vllm_commext.proxy.engines import (
-    Engine,
-    EnginePool,
-    SideChannelFields,
-)
+from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.response import Opened
 from vllm_commext.proxy.resume import Resume, Room
@@ -73,8 +69,7 @@ class Attempts:
         return urls != {source.url}
 
     def keep(self, refusal: Resume | None, room: Room, num_bytes: int) -> None:
-        """Keep what the client gets of a stream, if it can be resumed. *num_bytes*: the request's
-        own."""
+        """Keep a stream's transcript if it can be resumed. *num_bytes*: of the request."""
         self.refusal = refusal or resume.refusal(self.path, self.body)
         if self.refusal is None:
             self.transcript = Transcript(room, self.body, num_bytes)
@@ -112,7 +107,7 @@ class Attempts:
         return True
 
     def staying(self) -> Resume | None:
-        """Reason why the answer ends where it is, though that engine drains."""
+        """Reason to stay at an engine that drains, or None."""
         transcript = self.transcript
         reason = self.refusal if transcript is None else transcript.settle()
         if transcript is None or reason is not None:

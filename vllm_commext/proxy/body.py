@@ -1,8 +1,7 @@
 """Takes a request's JSON object apart without stopping the event loop for long. Pure.
 
-Short members are decoded. A prompt, and any other long member, stays text: the proxy needs only its
-kind and about how many tokens it has, and 33 MB of token ids would take seconds to decode. A large
-body is parsed a window at a time.
+A prompt, and any other long member, stays text, since 33 MB of token ids would take seconds to
+decode. A large body is parsed a window at a time.
 """
 
 import json
@@ -43,8 +42,8 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True)
 class RawJson:
-    """A member as it came. kind: ``"``, ``[`` or ``{``. num_items, item_kind: of an array, how many
-    elements, and the first one's first character."""
+    """A member as it came. kind: its first character. num_items, item_kind: an array's elements,
+    and the first one's first character."""
 
     text: memoryview
     kind: str
@@ -290,7 +289,7 @@ def dumps(value: Any) -> bytes:
 
 
 def num_tokens(prompt: Any) -> int:
-    """About how many tokens *prompt* has, by the length of its text."""
+    """Estimate the tokens of *prompt* by the length of its text; token ids are counted."""
     if not isinstance(prompt, RawJson):
         return 0
     if prompt.kind == "[" and prompt.item_kind.isdigit():

@@ -1,4 +1,4 @@
-"""Which engines take a request: the policy of placement, applied to those usable now."""
+"""Applies the policy of placement to the engines that are usable now."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,8 +23,8 @@ WINDOW = 10
 
 @dataclass(slots=True)
 class Plan:
-    """Engines for one request. prefill: None where *decode* computes the prompt itself; decode:
-    None for the one with the least work."""
+    """prefill: None where *decode* computes the prompt itself; decode: None for the engine with the
+    least work."""
 
     prefill: Engine | None = None
     decode: Engine | None = None
@@ -54,14 +54,14 @@ def is_adaptive(mode: str, decode: EnginePool) -> bool:
 
 
 def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
-    """Whether prompts wait here for their turn: as the option says, else with --ttft-ms."""
+    """True where prompts wait here for their turn."""
     if config.prompt_order != AUTO:
         return config.prompt_order == SHORTEST
     return bool(config.ttft_ms) and is_adaptive(config.placement, decode)
 
 
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
-    """Whether anything depends on engines' work and speed; else neither is learned."""
+    """True where anything depends on engines' work and speed; else neither is learned."""
     return orders_prompts(config, decode) or is_adaptive(config.placement, decode)
 
 
@@ -144,7 +144,6 @@ def _idlest(pool: EnginePool) -> Sequence[Engine]:
 
 
 def _name_of(prefix: Prefix) -> bytes:
-    """Digest that the requests of a conversation share, b"" for none."""
     return prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
 
 

@@ -1,8 +1,7 @@
-"""Clients' connections: how many, and what each may cost before it asks for anything.
+"""Bounds clients' connections, and what each may cost before it asks for anything.
 
 Where there are too many, the one that has kept the proxy waiting longest (for a head, or the rest
-of a body) is closed. So strangers that only hold connections keep no client out. Requests that are
-not whole are parsed for a share of the time alone.
+of a body) is closed. Requests that are not whole are parsed for a share of the time alone.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -45,7 +44,6 @@ _BEGINNING_BYTES = 16 << 10
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-# Where there is one, a client that takes nothing for so long has gone, says the kernel.
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
@@ -53,7 +51,7 @@ complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
 
 @dataclass
 class _Peer:
-    """One address. waiting: its connections that keep the proxy waiting, oldest first."""
+    """waiting: its connections that keep the proxy waiting, oldest first."""
 
     num_open: int = 0
     waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
@@ -260,14 +258,9 @@ class Connection(web.RequestHandler):
         complaints.exception("http", str(args[0]) % args[1:])
 
 
-@contextmanager
-def serving(request: web.Request) -> Iterator[None]:
-    connection = request.protocol
-    if not isinstance(connection, Connection):
-        yield
-        return
-    with connection.serving():
-        yield
+def serving(request: web.Request) -> AbstractContextManager[None]:
+    one = request.protocol
+    return one.serving() if isinstance(one, Connection) else nullcontext()
 
 
 def begin(request: web.BaseRequest) -> None:
@@ -301,7 +294,7 @@ def _is_whole(data: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _network_of(host: str) -> str:
-    """The address; of IPv6 its /64, which one customer has."""
+    """An IPv4 address, or the /64 of an IPv6 one, which one customer has."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)

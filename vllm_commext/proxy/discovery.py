@@ -1,6 +1,4 @@
-"""Which engines there are: the union of what the command line, a watched file, DNS and the admin
-port name, changed while requests run.
-"""
+"""Unites the engines that the command line, a watched file, DNS and the admin port name."""
 
 import asyncio
 import ipaddress
@@ -130,8 +128,8 @@ async def resolve(name: EngineEndpoint) -> list[EngineEndpoint]:
 
 
 class Sources:
-    """Reads the file and resolves the names, again and again. A source that fails is left as it
-    was, with a line in the log: engines that still serve are worth more than a name server."""
+    """Reads the file and resolves the names. A source that fails keeps its engines: they are worth
+    more than a name server."""
 
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
         self._config = config

@@ -35,8 +35,7 @@ _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "rele
 
 @dataclass(frozen=True)
 class SideChannel:
-    """Address of an engine's side channel. seal: its proof for other engines, "" without a
-    secret."""
+    """seal: its proof for other engines, "" without a secret."""
 
     host: str
     port: int
@@ -45,8 +44,7 @@ class SideChannel:
 
 @dataclass(frozen=True)
 class Rank:
-    """One data-parallel rank. streams: chunk by chunk, both ways. reuse: it offers blocks.
-    releases: it knows prefills by keys."""
+    """streams: chunk by chunk, both ways. reuse: it offers blocks. releases: it knows keys."""
 
     number: str
     channel: SideChannel
@@ -353,13 +351,9 @@ class EnginePool:
             return None
 
         def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
-            engine, held = choice
-            return engine.suspected, engine.tokens - held
+            return choice[0].suspected, choice[0].tokens - choice[1]
 
-        # The first of equals.
-        chosen = min(
-            ((engine, engine.memory.held_tokens(prefix)) for engine in candidates),
-            key=until_through,
-        )
+        held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
+        chosen = min(held, key=until_through)  # the first of equals
         self._next_idx = (self.engines.index(chosen[0]) + 1) % count
         return chosen

@@ -107,8 +107,7 @@ class HealthMonitor:
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
-        """Read an engine's capabilities once, and the use of its KV cache, from its metrics
-        page."""
+        """Read an engine's capabilities once, and the use of its KV cache each time."""
         is_known, reads_cache = engine.capabilities.is_known, self._reads_cache()
         if is_known and not reads_cache:
             return
@@ -128,7 +127,7 @@ class HealthMonitor:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
 
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
-        """Status of /health, whether the engine drains, and the failure, if any."""
+        """Status of /health, true if the engine drains, and the failure, if any."""
         try:
             async with self._session.get(
                 f"{engine.url}/health", timeout=self._timeout, allow_redirects=False
@@ -136,11 +135,8 @@ class HealthMonitor:
                 failure = None if response.status == 200 else f"/health answered {response.status}"
                 return response.status, HEADER in response.headers, failure
         except TimeoutError:
-            return (
-                None,
-                False,
-                f"/health did not answer within {self._config.health_timeout_seconds} s",
-            )
+            seconds = self._config.health_timeout_seconds
+            return None, False, f"/health did not answer within {seconds} s"
         except (aiohttp.ClientError, OSError) as error:
             if lacked := lack(error):
                 raise _LackError(lacked) from error

@@ -19,7 +19,7 @@ _STEP_SECONDS = 0.002
 
 
 class BodyBudget:
-    """Bytes of request bodies held at a time. turns: held while a large body is parsed, and as long
+    """Bytes of request bodies at a time. turns: held while a large body is parsed, and as long
     after, so that others have half of the processor."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,10 +1,9 @@
 """Streams that leave a decode engine that drains, and go on at another one.
 
-While the old engine goes on, the move is prepared. Where decode engines offer blocks to one
-another, there is nothing to prepare: the new one will read what the old one has of the stream.
-Else a prefill engine computes the prompt. Then the stream stops at the end of an event, and the
-request is served at the new engine as after the old one's death. The old engine is let go when the
-new one has repeated what the client has; until then the stream can go on where it was.
+Where decode engines offer blocks to one another, the new one reads what the old one has of the
+stream; else a prefill engine computes the prompt first. Then the stream stops at the end of an
+event. The old engine is let go when the new one has repeated what the client has; until then the
+stream can go on where it was.
 """
 
 import asyncio
@@ -112,7 +111,7 @@ class Mover:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _prepared(self) -> Resume | None:
-        """Have the prompt computed, unless it is read from the old engine; why the stream stays, or
+        """Have the prompt computed, unless it is read from the old engine. Reason to stay, or
         None."""
         attempts = self._attempts
         outcome = replace(self._outcome)  # so far the client's request is answered where it was

@@ -24,7 +24,7 @@ from vllm_commext.proxy.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-# These describe one connection, or are set anew by whoever writes the response.
+# These describe one connection, or the proxy sets its own.
 _NOT_PASSED_ON = frozenset(
     (
         *("connection", "content-length", "date", "keep-alive", "proxy-authenticate", "server"),

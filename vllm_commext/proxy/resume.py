@@ -1,4 +1,4 @@
-"""Which streams go on at another decode engine, and what that one repeats of them."""
+"""Reasons why streams go on at another decode engine or not, and the check of what it repeats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ MIN_LEFT = 16
 
 
 class Resume(Reason):
-    """What becomes of a stream whose decode engine is lost, gives it up, or drains."""
+    """Label of a stream whose decode engine is lost, gives it up, or drains."""
 
     RESUMED = "resumed", "it went on at another decode engine"
     OFF = "off", "it is off"
@@ -101,7 +101,7 @@ def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
 
 
 class Replay:
-    """What another engine has still to repeat."""
+    """The tokens and texts that another engine has still to repeat."""
 
     def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
         self._ids = list(ids)

@@ -26,9 +26,7 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 _TLS_SECONDS = 10.0
 _MAX_ADMIN_CONNECTIONS = 64
-# Connections that wait to be accepted. The kernel drops what comes beyond them, and a client tries
-# again a second later.
-_BACKLOG = 2048
+_BACKLOG = 2048  # beyond, the kernel drops connections, and clients try again a second later
 # Requests have drained before the runner is closed; this bounds what is left to close.
 _CLOSE_SECONDS = 0.25
 

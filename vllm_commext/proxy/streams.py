@@ -111,7 +111,7 @@ class Stream:
         return self.is_under_way and self.way is AtOnce.ALONE
 
     async def outlives(self, error: ProxyError) -> bool:
-        """Whether the decode engine goes on after *error* of a prefill engine that is gone."""
+        """True if the decode engine goes on after *error* of a prefill engine that is gone."""
         engine = self._asked
         if engine is None or not (error.kind == "lost" or is_dead(error)):
             return False

@@ -1,9 +1,7 @@
-"""Streams that go on at another decode engine.
+"""Keeps a stream's token ids and text, so that it can go on at another decode engine. Pure.
 
-Kept until a stream ends: the answer's token ids and text. When the engine is lost, the request is
-served again with these ids. An engine that can goes on after them; another begins again. What comes
-is compared with what the client has, token by token and letter by letter. Pure: events in, events
-out.
+An engine goes on after the ids it is given, or begins again. What comes is compared with what the
+client has, token by token and letter by letter.
 """
 
 import re
@@ -159,7 +157,7 @@ class Transcript:
         return self._shown(event)
 
     def _pass_plain(self, event: bytes) -> bytes | None:
-        """Pass on an ordinary event unread, which costs a fraction; None for another one."""
+        """Pass on an ordinary event unread, which is cheap; None for another one."""
         opening, closing = _PLAIN[self._field]
         begin = event.find(opening)
         end = event.find(closing, begin)
@@ -207,7 +205,7 @@ class Transcript:
             self._field = "content" if choice.delta is not None else "text"
         if not self.hides_ids:
             return event
-        # A token that says nothing is told of where ids are asked for, and nowhere else.
+        # A token without text has an event only where ids are asked for.
         is_empty = choice.delta == {} and choice.finish_reason is None and not choice.logprobs
         return b"" if is_empty else self._shown(event)
 

@@ -1,17 +1,9 @@
-"""Rewriting a request for its two steps. Pure: bodies in, bodies out, nothing else.
+"""Rewrites a request for its two steps. Pure.
 
-A request can take the two steps only if it becomes exactly one sequence in the engine, since
-the engine's answer carries one `kv_transfer_params`, which names the blocks of one sequence:
-
-- With several prompts, vLLM answers with the first prompt's parameters alone and, given them
-  back, would load the first prompt's blocks for every prompt.
-- With ``n`` above 1, each sample is a sequence of its own with the same parameters. The first
-  to finish its read tells the prefill engine to free the blocks that the others still read.
-- Beam search drops the parameters.
-
-Some requests ask for what only the engine that computes the prompt knows (log-probabilities of
-prompt tokens), or mean another prompt once ``max_tokens`` is 1 (truncation to what is left of
-the context). All of these go to a decode engine as they are, which prefills for itself.
+An engine's answer carries one `kv_transfer_params`, which names the blocks of one sequence. With
+several prompts vLLM would load the first one's blocks for all. With ``n`` above 1 the sample that
+first finishes its read frees blocks that others still read. So a request of several sequences goes
+to a decode engine as it is.
 """
 
 from collections.abc import Mapping
@@ -23,7 +15,7 @@ from vllm_commext.reasons import Reason
 
 
 class AtOnce(Reason):
-    """How a request takes two steps: at once, or why one after the other."""
+    """Label of a two-step request: both at once, or the reason against it."""
 
     STREAMED = "streamed", "both at once"
     OFF = "off", "it is off"
@@ -96,7 +88,6 @@ def checked_body(body: Any) -> dict[str, Any]:
 
 
 def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A member that is looked into; {} if it is no object, which engines refuse."""
     value = holder.get(name)
     if isinstance(value, RawJson):
         if len(value.text) > MAX_SMALL_BYTES:
@@ -131,7 +122,7 @@ def local_prefill_reason(
 
 
 def prompt_of(endpoint: str | None, body: Mapping[str, Any]) -> Any:
-    """The prompt, None if there is none. *endpoint*: None for direct ones."""
+    """*endpoint*: None for direct ones."""
     return body.get({COMPLETIONS: "prompt", CHAT: "messages"}.get(endpoint or "", "input"))
 
 

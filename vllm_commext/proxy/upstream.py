@@ -1,4 +1,4 @@
-"""Asking the engines: which one, for how long, and whose failure it is."""
+"""Asks the engines, tries others, and bounds each wait."""
 
 import asyncio
 import logging
