@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from tests.contract.arrivals import Channel
     from tests.contract.scheduled_core import Core
     from tests.contract.scheduler_engine import Engine
-    from tests.contract.test_streams import Channel
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -37,7 +37,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """A prefill engine's side channel, closed afterwards."""
-    from tests.contract.test_streams import Channel
+    from tests.contract.arrivals import Channel
 
     made = Channel()
     yield made

@@ -51,6 +51,14 @@ def next_token(tokens: Sequence[int]) -> int:
     return zlib.crc32(repr(list(tokens)).encode()) % NUM_TOKENS
 
 
+def answer_to(tokens: Sequence[int], count: int) -> list[int]:
+    """What the model generates after these tokens, one token after the other."""
+    said = list(tokens)
+    for _ in range(count):
+        said.append(next_token(said))
+    return said[len(tokens) :]
+
+
 class Worker:
     """Attributes:
     computed: of each request, the positions that were computed here, in order.

@@ -1,12 +1,21 @@
 """Prompts whose prefill engine is lost before all is read, in vLLM's own scheduler: what has been
 read counts, for the request itself and for all that begin like it."""
 
-from collections.abc import Callable
-
 import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.contract.arrivals import (
+    KEY,
+    PROMPT,
+    Channel,
+    MakeCore,
+    begin,
+    end_load,
+    offered,
+    prompts_of,
+    single_answer,
+)
 from tests.contract.scheduled_core import (
     BLOCK,
     Core,
@@ -16,20 +25,11 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
-from tests.contract.test_streamed_first_token import (
-    begin,
-    end_load,
-    offered,
-    prompts_of,
-    single_answer,
-)
-from tests.contract.test_streams import KEY, PROMPT, Channel
 from vllm_commext.nixl.metadata import WorkerMetadata
 
 pytestmark = pytest.mark.timeout(600)
 NUM_READ = 5 * BLOCK + 1
 COUNTED = 5 * BLOCK
-MakeCore = Callable[..., Core]
 
 
 @pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])

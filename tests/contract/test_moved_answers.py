@@ -34,8 +34,8 @@ from tests.contract.scheduled_core import (
     BLOCK,
     NUM_TOKENS,
     Core,
+    answer_to,
     free,
-    next_token,
     request_of,
     written,
 )
@@ -50,14 +50,6 @@ MakeEngine = Callable[..., Engine]
 IS_ASYNC = pytest.mark.parametrize(
     "is_async", [False, True], ids=["one step at a time", "async scheduling"]
 )
-
-
-def answer_to(tokens: Sequence[int], count: int) -> list[int]:
-    """What the model says after these tokens."""
-    said = list(tokens)
-    for _ in range(count):
-        said.append(next_token(said))
-    return said[len(tokens) :]
 
 
 WHOLE = answer_to(PROMPT, MOST)

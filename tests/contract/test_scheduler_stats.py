@@ -124,6 +124,25 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
     side.close()
 
 
+def test_a_failure_on_one_rank_is_kept_until_the_last_one_is_done() -> None:
+    side, aggregator = scheduler_side(free_port(), tp_size=2), KVOutputAggregator(2)
+
+    def step(*ranks: KVConnectorOutput) -> list[tuple[str, bool]]:
+        outputs = [ModelRunnerOutput([], {}, kv_connector_output=one) for one in ranks]
+        total: Any = aggregator.aggregate(outputs).kv_connector_output
+        side.note_outcomes(total.finished_recving or set(), set(), total.kv_connector_worker_meta)
+        return side.prompts.take_unread()
+
+    begin_load(side, "r")
+    failed = KVConnectorOutput(
+        finished_recving={"r"}, kv_connector_worker_meta=WorkerMetadata(unread={"r"})
+    )
+    assert step(failed, KVConnectorOutput()) == []
+    assert step(KVConnectorOutput(), KVConnectorOutput(finished_recving={"r"})) == [("r", False)]
+    assert step(KVConnectorOutput(), KVConnectorOutput()) == []
+    side.close()
+
+
 def hold(side: SchedulerSide, name: str) -> Any:
     """A prefill that is kept for its readers."""
     request = request_of(name, TO_PREFILL, [1, 2])

@@ -1,11 +1,8 @@
 """The prefill engine's first token for a prompt that is read while it is computed, in vLLM's own
-scheduler: it is the answer's first one, sent when it is there and before the prompt's blocks
-are."""
+scheduler: when it comes, and what else may come before it; ``test_first_token.py`` has the rest."""
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +10,19 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.contract.arrivals import (
+    FIRST,
+    KEY,
+    PROMPT,
+    TO_STREAM,
+    Channel,
+    MakeCore,
+    begin,
+    end_load,
+    offered,
+    prompts_of,
+    single_answer,
+)
 from tests.contract.scheduled_core import (
     BLOCK,
     BOUND_SECONDS,
@@ -25,24 +35,11 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
-from tests.contract.test_streams import KEY, PROMPT, TO_STREAM, Channel
-from vllm_commext.compat import fits
-from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
 from vllm_commext.nixl.reasons import FirstToken
 
 pytestmark = pytest.mark.timeout(600)
-FIRST = next_token(PROMPT)
-MakeCore = Callable[..., Core]
-ENDS: dict[str, dict[str, Any]] = {
-    "length": {"max_tokens": 6},
-    "one token": {"max_tokens": 1},
-    "end of sequence at once": {"max_tokens": 6, "eos": FIRST},
-    "end of sequence as the second token": {"max_tokens": 6, "eos": next_token([*PROMPT, FIRST])},
-    "a stop token at once": {"max_tokens": 6, "stop_token_ids": [FIRST]},
-    "drawn": {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9},
-}
 
 
 @pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
@@ -50,69 +47,9 @@ def decode(request: pytest.FixtureRequest, make_core: MakeCore) -> Core:
     return make_core("kv_consumer", is_async=request.param)
 
 
-def offered(make_core: MakeCore, **sampling: Any) -> tuple[int, str]:
-    """What a prefill engine says of the prompt's first token."""
-    params = prefilled(make_core("kv_producer"), PROMPT, **sampling)
-    return params["remote_first_token"], params["remote_sampling"]
-
-
-def begin(decode: Core, channel: Channel, **sampling: Any) -> None:
-    """A request, up to its load, which does not end yet."""
-    decode.worker.holds_loads = True
-    decode.add(request_of("d", PROMPT, channel.params, **sampling))
-    channel.begin(PROMPT)
-    turn_until(decode, lambda: bool(decode.worker.loads))
-
-
-def prompts_of(decode: Core) -> Any:
-    return decode.scheduler.get_kv_connector().scheduler_side.prompts  # pyright: ignore
-
-
 def is_awaited(decode: Core) -> bool:
     """Whether the prefill engine may still tell the request's first token."""
     return prompts_of(decode)._states["d"].token_phase is TokenPhase.AWAITED
-
-
-def tell(make_core: MakeCore, channel: Channel, decode: Core, **sampling: Any) -> None:
-    """The prefill engine tells the token, and the decode engine its client."""
-    channel.directory.tell(KEY, *offered(make_core, **sampling))
-    turn_until(decode, lambda: bool(decode.answer("d").tokens))
-    assert decode.answer("d").tokens == [FIRST]
-    assert decode.worker.loads  # which has not ended
-
-
-def end_load(decode: Core) -> None:
-    decode.worker.holds_loads = False
-    turn_until(decode, lambda: has_ended(decode, "d"))
-
-
-def single_answer(make_core: MakeCore, **sampling: Any) -> Any:
-    single = make_core()
-    single.add(request_of("d", PROMPT, None, **sampling))
-    single.run("d")
-    return single.answer("d")
-
-
-@pytest.mark.parametrize("case", ENDS)
-def test_the_answer_is_that_of_one_engine(
-    make_core: MakeCore, channel: Channel, decode: Core, case: str
-) -> None:
-    """Its first token is sent before the prompt's blocks are there."""
-    sampling, before = ENDS[case], free(decode)
-    begin(decode, channel, **sampling)
-    tell(make_core, channel, decode, **sampling)
-    if has_ended(decode, "d"):
-        assert free(decode) < before  # they are being written to
-    end_load(decode)
-    assert decode.answer("d") == single_answer(make_core, **sampling)
-    assert decode.ways == Counter({FirstToken.PREFILL: 1})
-    # Nothing of the prompt is computed, and each generated token but the last one once; it may be
-    # under way already when the answer turns out to have ended before.
-    computed = decode.worker.computed.get("d", [])
-    assert computed == [*range(len(PROMPT), len(PROMPT) + len(computed))]
-    assert 0 <= len(computed) + 1 - len(decode.answer("d").tokens) <= 1
-    assert_nothing_is_held(decode, before)
-    assert prompts_of(decode)._states == {}
 
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 16, 17])
@@ -145,7 +82,7 @@ def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
         decode.turn()
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
-    assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
+    assert decode.ways == {FirstToken.NOT_OFFERED: 1}
     assert prompts_of(decode)._asker.take_tokens() == {}
 
 
@@ -159,7 +96,7 @@ def test_a_token_is_sent_when_its_prompt_was_computed_before_it_was_asked_for(
     turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({FirstToken.PREFILL: 1})
+    assert decode.ways == {FirstToken.PREFILL: 1}
 
 
 def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
@@ -183,19 +120,6 @@ def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
     turn_until(decode, lambda: has_ended(decode, "d"))
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
     assert decode.worker.computed["d"] == [len(PROMPT), len(PROMPT) + 1]
-
-
-def test_a_wrong_token_is_the_one_that_is_sent_and_gone_on_from(
-    make_core: MakeCore, channel: Channel, decode: Core
-) -> None:
-    """The comparison with one engine would find a token that is not its own."""
-    begin(decode, channel, max_tokens=3)
-    token, sampling = offered(make_core, max_tokens=3)
-    wrong = (token + 1) % 200
-    channel.directory.tell(KEY, wrong, sampling)
-    turn_until(decode, lambda: bool(decode.answer("d").tokens))
-    end_load(decode)
-    assert decode.answer("d").tokens[:2] == [wrong, next_token([*PROMPT, wrong])]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +146,7 @@ def test_what_cannot_be_used_is_computed_here(
         turn_until(decode, lambda: not is_awaited(decode))
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({way: 1})
+    assert decode.ways == {way: 1}
 
 
 def test_what_more_than_the_token_follows_from_is_not_asked_for(
@@ -234,21 +158,7 @@ def test_what_more_than_the_token_follows_from_is_not_asked_for(
         decode.turn()
     assert prompts_of(decode)._asker.take_tokens() == {}
     end_load(decode)
-    assert decode.ways == Counter({FirstToken.LOGPROBS: 1})
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_load_that_fails_after_its_first_token_is_computed_here(
-    make_core: MakeCore, channel: Channel, decode: Core, policy: str
-) -> None:
-    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
-    decode.worker.fails = lambda request_id: True
-    begin(decode, channel, max_tokens=5)
-    tell(make_core, channel, decode, max_tokens=5)
-    end_load(decode)
-    assert decode.answer("d") == single_answer(make_core, max_tokens=5)
-    assert decode.worker.computed["d"][: len(PROMPT) + 1] == [*range(len(PROMPT) + 1)]
-    assert decode.ways == Counter({FirstToken.PREFILL: 1})
+    assert decode.ways == {FirstToken.LOGPROBS: 1}
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -269,25 +179,8 @@ def test_a_load_that_fails_without_a_first_token_is_the_policys(
         assert decode.answer("d").finish_reason == FinishReason.ERROR
     else:
         assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({FirstToken.NOT_OFFERED: 1})
+    assert decode.ways == {FirstToken.NOT_OFFERED: 1}
     assert_nothing_is_held(decode, before)
-
-
-def test_an_engine_whose_step_is_vllms_own_sends_no_token_and_leaves_failures_to_it(
-    make_core: MakeCore, channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(name: str) -> str:
-        raise UnsupportedError(f"{name} differs")
-
-    told = offered(make_core, max_tokens=3)
-    monkeypatch.setattr(fits, "admit", refuse)
-    decode = make_core("kv_consumer")
-    decode.worker.fails = lambda request_id: True
-    begin(decode, channel, max_tokens=3)
-    channel.directory.tell(KEY, *told)
-    end_load(decode)
-    assert decode.answer("d").finish_reason == FinishReason.ERROR
-    assert decode.ways == Counter({FirstToken.ENGINE: 1})
 
 
 def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
@@ -300,51 +193,34 @@ def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
     decode.scheduler.set_pause_state(PauseState.UNPAUSED)
     end_load(decode)
     assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == Counter({FirstToken.ENGINE: 1})
+    assert decode.ways == {FirstToken.ENGINE: 1}
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("when", ["before the token", "after the token", "when it is loaded"])
-def test_an_aborted_request_is_told_nothing_more_and_forgotten(
-    make_core: MakeCore, channel: Channel, decode: Core, when: str, fails: bool, policy: str
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["before the token", "when it is loaded"])
+def test_a_request_that_is_aborted_before_its_token_is_told_nothing_and_forgotten(
+    make_core: MakeCore, channel: Channel, decode: Core, is_loaded: bool, fails: bool, policy: str
 ) -> None:
     decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
     decode.worker.fails = lambda request_id: fails
     before = free(decode)
     begin(decode, channel, max_tokens=3)
     prompts = prompts_of(decode)
-    if when == "after the token":
-        tell(make_core, channel, decode, max_tokens=3)
-    elif when == "when it is loaded":
+    if is_loaded:
         decode.worker.holds_loads = False
         turn_until(decode, lambda: bool(prompts._tokens._loaded or prompts._unread))
     told = decode.answer("d").tokens
     decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
-    if when == "before the token":
+    if not is_loaded:
         channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
     decode.worker.holds_loads = False
-    turn_until(decode, lambda: not decode.scheduler.has_requests())
+    assert_nothing_is_held(decode, before)
     for _ in range(5):
         decode.turn()
     assert decode.answer("d").tokens == told
     assert prompts._states == prompts._asker.take_tokens() == {}
     assert free(decode) == before
-
-
-def test_a_preempted_request_goes_on_with_what_it_has_said(
-    make_core: MakeCore, channel: Channel, decode: Core
-) -> None:
-    decode = make_core("kv_consumer", num_blocks=17, is_async=decode._depth == 2)
-    begin(decode, channel, max_tokens=20)
-    tell(make_core, channel, decode, max_tokens=20)
-    decode.add(request_of("other", PROMPT[:8], None, max_tokens=40))  # begins before the load ends
-    decode.worker.holds_loads = False
-    request = decode.scheduler.requests["d"]
-    turn_until(decode, lambda: bool(request.num_preemptions))
-    assert len(decode.answer("d").tokens) > 1
-    decode.run("d")
-    assert decode.answer("d") == single_answer(make_core, max_tokens=20)
 
 
 def test_the_prefill_engine_tells_the_token_when_the_prompt_is_computed(
@@ -370,7 +246,7 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
     later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
     later.start()
     turn_until(decode, lambda: has_ended(decode, "d"))
-    assert decode.ways == Counter({FirstToken.PREFILL: 1})
+    assert decode.ways == {FirstToken.PREFILL: 1}
 
 
 def test_an_engine_that_computes_waits_for_no_token(

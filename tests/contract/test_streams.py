@@ -16,6 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
+from tests.contract.arrivals import HOST, PROMPT, TO_STREAM, WHOLE, Channel, MakeCore
 from tests.contract.scheduled_core import (
     BLOCK,
     Core,
@@ -25,26 +26,15 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
-from tests.kit.descriptions import description
-from tests.kit.ports import free_port
 from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
-from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
-from vllm_commext.nixl.stream.producer import StreamDirectory
-from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.places import write_place
-from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
 pytestmark = pytest.mark.timeout(600)
-HOST = "127.0.0.1"
-KEY = "0123456789abcdef" * 2
-TO_STREAM = {"do_remote_decode": True, "do_remote_prefill": False, "stream_key": KEY}
-PROMPT = list(range(40))
 BOUND_SECONDS = 60.0
 SECRET = b"0123456789abcdef"
-MakeCore = Callable[..., Core]
 
 
 class Told:
@@ -180,46 +170,6 @@ def test_what_is_not_streamed_is_handed_over_whole(make_core: MakeCore) -> None:
     assert params_of(core, "p")["remote_block_ids"]
 
 
-class Channel:
-    """A prefill engine's side channel."""
-
-    def __init__(self, secret: bytes | None = None) -> None:
-        self.port = free_port(HOST)
-        self.directory = StreamDirectory()
-        self._place = write_place(HOST, self.port, secret)
-        described = {0: description("p")}
-        self._server = SideChannelServer(
-            "p", "start-1", HOST, self.port, described, secret, streams=self.directory
-        )
-
-    def begin(self, tokens: list[int], **changes: Any) -> None:
-        prompt = digests(prompt_of(request_of("there", tokens)), len(tokens))
-        values: dict[str, Any] = {
-            "request_id": "there",
-            "num_tokens": len(tokens),
-            "row": 3,
-            "tag": 77,
-            "fence_slot": 5,
-            "fence_nonce": 77,
-            "prompt": prompt,
-            "regions": [0],
-        }
-        self.directory.open(KEY, wire.FoundStream(**{**values, **changes}))
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "stream_key": KEY,
-            **{f"remote_{name}": self._place[name] for name in ("host", "port")},
-            "remote_place_seal": self._place["seal"],
-        }
-
-    def close(self) -> None:
-        self._server.close()
-
-
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_begun(
     make_core: MakeCore, channel: Channel, is_async: bool
@@ -242,10 +192,7 @@ def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_b
     assert len(load.block_ids) == len(PROMPT) // BLOCK
     core.worker.holds_loads = False
     turn_until(core, lambda: has_ended(core, "d"))
-    tokens = list(PROMPT)
-    for _ in range(3):
-        tokens.append(next_token(tokens))
-    assert core.answer("d").tokens == tokens[len(PROMPT) :]
+    assert core.answer("d").tokens == WHOLE[:3]
     assert core.worker.computed["d"][0] == len(PROMPT) - 1
 
 
