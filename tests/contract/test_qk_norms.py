@@ -61,6 +61,7 @@ MOVED = """
 import importlib, logging
 from vllm.plugins import load_general_plugins
 from vllm_commext.compat import fits, hooks
+logging.basicConfig(level="INFO")  # else what is no warning is lost before vLLM configures its own
 stock = fits.digest
 hooks.vllm_version = lambda: "0.99.0"
 fits.digest = lambda *at: "" if at[1].endswith("OlmoeAttention.__init__") else stock(*at)
