@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,12 @@ from vllm_commext.cli.report import (
     Level,
     Row,
     as_json,
-    as_summary,
     as_text,
     decode,
     encode,
     exit_status,
 )
+from vllm_commext.settings import TOGGLES
 
 PATIENT = ("--timeout", "280")
 """Probes of a busy machine start late."""
@@ -74,30 +73,19 @@ def test_the_whole_report_without_any_library(capsys: pytest.CaptureFixture[str]
     assert "error" not in {check["level"] for check in report["checks"]}
 
 
-@pytest.mark.usefixtures("without_libraries")
-def test_the_table_has_the_same_lines_as_the_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        ("os.abort()", "ended by signal SIGABRT"),
+        ("raise SystemExit(3)", "ended with status 3 and without a result"),
+    ],
+)
+def test_a_failing_probe_is_one_line(
+    last: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look, found = doctor._checks, list[Check]()
-
-    def once(*args: Any) -> list[Check]:
-        found[:] = found or look(*args)
-        return found
-
-    monkeypatch.setattr(doctor, "_checks", once)
-    assert main.main(["doctor", "--verbose", *PATIENT]) == 1
-    text = capsys.readouterr().out
-    main.main(["doctor", "--json"])
-    for check in json.loads(capsys.readouterr().out)["checks"]:
-        assert re.search(rf"^  (ok|--|WARN|FAIL) +{re.escape(check['name'])} ", text, re.MULTILINE)
-
-
-def test_a_crashing_probe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os, sys; sys.stderr.write('last words'); sys.stderr.flush(); os.abort()"
-    as_command(monkeypatch, code)
+    as_command(monkeypatch, f"import os, sys; print('last words', file=sys.stderr); {last}")
     (check,) = doctor.run_guarded("nixl", timeout_seconds=280)
-    assert (check.section, check.level) == ("nixl", Level.ERROR)
-    assert check.value == "ended by signal SIGABRT"
+    assert (check.section, check.level, check.value) == ("nixl", Level.ERROR, found)
     assert "last words" in check.hint
 
 
@@ -133,12 +121,6 @@ def test_what_takes_long_is_told_on_standard_error(
     said = capsys.readouterr().err.splitlines()
     assert bool(said) == is_told
     assert all(re.fullmatch(r"checking [a-z, ]+ \.\.\. \d+ s", line) for line in said)
-
-
-def test_a_probe_without_a_result_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_command(monkeypatch, "raise SystemExit(3)")
-    (check,) = doctor.run_guarded("gpu", timeout_seconds=280)
-    assert check.value == "ended with status 3 and without a result"
 
 
 def test_what_a_probe_found_before_it_raised_is_kept() -> None:
@@ -188,22 +170,87 @@ def test_checks_survive_the_way_between_processes() -> None:
     assert json.loads(as_json(checks))["checks"][1]["value"] == "é\n\x00"
 
 
-def test_the_table_is_aligned_and_no_line_is_too_long() -> None:
-    checks = [
-        Check("one", "short", "value", Level.OK),
-        Check("one", "long", "word " * 60, Level.WARNING, "do " * 60),
-    ]
-    lines = as_text(checks).splitlines()
+def text_of(*checks: Check, every: bool = False) -> list[str]:
+    lines = as_text(checks, every=every).splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[2].index("value") == lines[3].index("word") == lines[4].index("word")
+    assert all(not line or line.isprintable() for line in lines)
+    return lines
 
 
-def test_a_peers_text_cannot_write_to_the_terminal() -> None:
+def test_a_text_is_aligned() -> None:
+    value = Check("one", "short", "value", Level.OK)
+    lines = text_of(
+        value, Check("one", "long", "word " * 60, Level.WARNING, "do " * 60), every=True
+    )
+    assert lines[3].index("value") == lines[4].index("word") == lines[5].index("word")
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_peers_text_cannot_write_to_the_terminal(every: bool) -> None:
     text = "engine \x1b[2J\x07 \u202e and\nmore"
     check = Check("side channel", "handshake", text, Level.ERROR, text)
-    for said in (as_text([check]), as_summary([check])):
-        assert all(line.isprintable() for line in said.splitlines())
-        assert r"engine \x1b[2J\x07 \u202e and more" in said
+    assert r"engine \x1b[2J\x07 \u202e and more" in "\n".join(text_of(check, every=every))
+
+
+@pytest.mark.parametrize(
+    ("levels", "verdict"),
+    [
+        ((), "ready"),
+        ((Level.WARNING,), "ready, with warnings (1 warning)"),
+        ((Level.ERROR, Level.WARNING, Level.WARNING), "broken (1 error, 2 warnings)"),
+    ],
+)
+def test_the_verdict_comes_first(levels: tuple[Level, ...], verdict: str) -> None:
+    checks = [Check("gpu", f"c{k}", "v", level) for k, level in enumerate(levels)]
+    assert text_of(*checks)[0].partition(": ")[2] == verdict
+
+
+def test_the_short_text_has_problems_first_and_then_headlines() -> None:
+    checks = [
+        Check("package", "python", "3.11", Level.OK),
+        Check("package", "native queue", "built", Level.OK),
+        Check("toggles", "A", "1 (default)", Level.OK),
+        Check("toggles", "B", "0 (environment)", Level.OK),
+        Check("capabilities", "nixl", "active", Level.OK),
+        Check("machine", "/dev/shm", "64 MiB free", Level.WARNING, "give it --shm-size=1g"),
+    ]
+    found = [line.split() for line in text_of(*checks)[1:] if line]
+    assert [line[0] for line in found] == [
+        *("machine", "WARN", "->", "package", "ok", "toggles", "ok", "capabilities", "ok", "All")
+    ]
+    assert [line[1] for line in found if line[0] == "ok"] == ["native", "B", "nixl"]
+    lines = text_of(*checks, every=True)
+    for check in checks:
+        assert sum(line[7:].startswith(f"{check.name} ") for line in lines) == 1
+
+
+H200 = "NVIDIA H200, 140 GiB, sm_90"
+PEERS = Found("all 2 pairs")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "peers", "environ"),
+    [
+        ([H200] * 3, PEERS, {}),
+        ([H200] * 2, Found("not 0->1", Level.WARNING), {}),
+        ([H200, "NVIDIA A100"], PEERS, {}),
+        ([H200] * 2, PEERS, {table.OFFERED: "auto"}),
+    ],
+)
+def test_what_is_on_or_was_not_measured_on_such_gpus_is_not_offered(
+    gpus: list[str], peers: Found, environ: dict[str, str]
+) -> None:
+    assert not list(table.offer(gpus, peers, environ))
+    (found,) = table.offer([H200] * 2, PEERS, {})
+    _, _, value = found.value.removeprefix("export ").partition("=")
+    assert value in {toggle.name: toggle.choices for toggle in TOGGLES}[table.OFFERED]
+
+
+def test_the_figures_of_an_offer_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| QK RMSNorm (g)")]
+    speedups = sorted(found for row in rows for found in re.findall(r"(\d\.\d\d)x", row))
+    assert f"takes {speedups[0]}x to {speedups[-1]}x less" in table.WHY_OFFERED
 
 
 @pytest.mark.parametrize("library", ["torch", "nixl"])

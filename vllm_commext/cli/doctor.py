@@ -23,7 +23,6 @@ from vllm_commext.cli.report import (
     Check,
     Level,
     as_json,
-    as_summary,
     as_text,
     decode,
     exit_status,
@@ -111,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``vllm-commext doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument(
-        "--verbose", action="store_true", help="print every check instead of the summary"
+        "--verbose", action="store_true", help="print every check instead of the headlines"
     )
     parser.add_argument(
         "--timeout",
@@ -189,5 +188,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(checks))
     else:
-        print(as_text(checks) if args.verbose or args.peer else as_summary(checks))
+        print(as_text(checks, every=args.verbose or bool(args.peer)))
     return exit_status(checks)

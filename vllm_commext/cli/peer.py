@@ -12,11 +12,12 @@ import socket
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
 
 from vllm_commext.cli import fabric
-from vllm_commext.cli.report import Check, Level, Row
+from vllm_commext.cli.report import Check, Found, Level, Row
 from vllm_commext.errors import CommextError, CommextTimeoutError, UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig, parse_address
 from vllm_commext.nixl.geometry import layout
@@ -46,6 +47,8 @@ HOST_REMEDY = (
     "VLLM_NIXL_SIDE_CHANNEL_PORT the port"
 )
 FIREWALL = "a firewall drops it, or the host is down or the address another's: open TCP {} to there"
+NO_NAME = "add it to DNS or to this host's /etc/hosts, or give the address"
+NO_SECRET = f"who reaches the port can read KV blocks: set {SECRET_VARIABLE} on both hosts"
 NO_ANSWER = (
     "if small packets pass and large ones do not, the MTU differs on the way: `ping -M do -s 8972 "
     "HOST`, and set the same on all NICs and switches; if the port is no side channel, name that"
@@ -63,26 +66,15 @@ NO_READ = (
 def probe_side_channel(peer: str, secret_file: str) -> Iterable[Check]:
     """Name, port and handshake, each only after the one before."""
     host, port = _parsed(peer)
-    yield (named := _name(host, port))
-    if named.level is Level.ERROR:
-        return
-    yield (connected := _port(host, port))
-    if connected.level is Level.ERROR:
-        return
-    try:
-        secret = read_secret(secret_file)
-        answer = _describe(host, port, secret, worker=0)
-        engine = open_description(answer)
-    except CommextError as error:
-        hint = NO_ANSWER if isinstance(error, CommextTimeoutError) else ""
-        name = "secret" if "secret" in str(error) else "handshake"
-        yield Check(SIDE_CHANNEL, name, str(error), Level.ERROR, hint)
-        return
-    value = f"engine {engine.engine_id!r}, {layout.describe_place(engine.layout)}"
-    yield Check(SIDE_CHANNEL, "handshake", value, Level.OK)
-    yield _secret(secret)
-    if answer.host and (answer.host, answer.port) != (host, port):
-        yield from _told(answer.host, answer.port)
+    for row in (
+        Row(SIDE_CHANNEL, "name", partial(_name, host, port), NO_NAME),
+        Row(SIDE_CHANNEL, "port", partial(_port, host, port)),
+        Row(SIDE_CHANNEL, "handshake", partial(_handshake, host, port, secret_file)),
+    ):
+        checks = [*row.checks()]
+        yield from checks
+        if any(check.level is Level.ERROR for check in checks):
+            return
 
 
 def _parsed(peer: str) -> tuple[str, int]:
@@ -91,16 +83,15 @@ def _parsed(peer: str) -> tuple[str, int]:
     return found
 
 
-def _name(host: str, port: int) -> Check:
+def _name(host: str, port: int) -> Found:
     try:
         found = sorted({str(address[0]) for _, address in addresses(host, port)})
     except (OSError, UnicodeError) as error:
-        hint = "add it to DNS or to this host's /etc/hosts, or give the address"
-        return Check(SIDE_CHANNEL, "name", f"{host}: {error}", Level.ERROR, hint)
-    return Check(SIDE_CHANNEL, "name", f"{host}: {', '.join(found)}", Level.OK)
+        return Found(f"{host}: {error}", Level.ERROR)
+    return Found(f"{host}: {', '.join(found)}")
 
 
-def _port(host: str, port: int) -> Check:
+def _port(host: str, port: int) -> Found:
     family, address = addresses(host, port)[0]
     value = f"{address[0]} port {port}"
     try:
@@ -108,12 +99,34 @@ def _port(host: str, port: int) -> Check:
             made.settimeout(CONNECT_SECONDS)
             made.connect(address)
     except ConnectionRefusedError:
-        hint = f"nothing listens there: start the engine; {HOST_REMEDY}"
-        return Check(SIDE_CHANNEL, "port", f"{value}: refused", Level.ERROR, hint)
+        remedy = f"nothing listens there: start the engine; {HOST_REMEDY}"
+        return Found(f"{value}: refused", Level.ERROR, remedy=remedy)
     except OSError as error:
-        hint = FIREWALL.format(port)
-        return Check(SIDE_CHANNEL, "port", f"{value}: {error}", Level.ERROR, hint)
-    return Check(SIDE_CHANNEL, "port", f"{value}: open", Level.OK)
+        return Found(f"{value}: {error}", Level.ERROR, remedy=FIREWALL.format(port))
+    return Found(f"{value}: open")
+
+
+def _handshake(host: str, port: int, secret_file: str) -> Iterable[Found]:
+    """The engine, the secret, and the address that decode engines are given."""
+    try:
+        secret = read_secret(secret_file)
+        answer = _describe(host, port, secret, worker=0)
+        engine = open_description(answer)
+    except CommextError as error:
+        remedy = NO_ANSWER if isinstance(error, CommextTimeoutError) else ""
+        yield Found(str(error), Level.ERROR, "secret" if "secret" in str(error) else "", remedy)
+        return
+    yield Found(f"engine {engine.engine_id!r}, {layout.describe_place(engine.layout)}")
+    if secret is None:
+        yield Found("none on either host", Level.INFO, "secret", NO_SECRET)
+    else:
+        yield Found("the same on both hosts", name="secret")
+    if answer.host and (answer.host, answer.port) != (host, port):
+        found = _name(answer.host, answer.port)
+        if found.level is Level.OK:
+            found = _port(answer.host, answer.port)
+        remedy = f"decode engines are told {answer.host}:{answer.port}: let {HOST_REMEDY}"
+        yield found._replace(name="address told", remedy=remedy)
 
 
 def _describe(host: str, port: int, secret: bytes | None, worker: int) -> wire.Described:
@@ -136,25 +149,8 @@ def _describe(host: str, port: int, secret: bytes | None, worker: int) -> wire.D
     return answers[0]
 
 
-def _secret(secret: bytes | None) -> Check:
-    if secret is not None:
-        return Check(SIDE_CHANNEL, "secret", "the same on both hosts", Level.OK)
-    hint = f"who reaches the port can read KV blocks: set {SECRET_VARIABLE} on both hosts"
-    return Check(SIDE_CHANNEL, "secret", "none on either host", Level.INFO, hint)
-
-
-def _told(host: str, port: int) -> Iterable[Check]:
-    """Where the engine tells decode engines to connect to."""
-    told = _name(host, port)
-    if told.level is Level.OK:
-        told = _port(host, port)
-    hint = f"decode engines are told {host}:{port}: let {HOST_REMEDY}"
-    well = told.level is Level.OK
-    yield Check(SIDE_CHANNEL, "address told", told.value, told.level, "" if well else hint)
-
-
 class _Said(logging.Handler):
-    """Keeps what UCX warns of, and transports, of which it tells once for all peers alike."""
+    """Keeps warnings of UCX, and its transports, which it names once for all peers alike."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -164,71 +160,66 @@ class _Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def failure(self, name: str, value: str, remedy: str) -> Check:
-        """What does not work, the remedy, and the first that UCX has said."""
+    def failure(self, value: str, remedy: str) -> Found:
+        """The remedy with the first line that UCX has said."""
         from vllm_commext.nixl.transport.agent import ucx_log
 
         ucx_log.transports()
         first = self.lines[0].rpartition("UCX  ")[2] if self.lines else ""
         remedy = NO_READ if "timed out" in first else remedy
-        hint = f"{remedy}; UCX: {first}" if first else remedy
-        return Check(READS, name, value, Level.ERROR, hint)
+        return Found(value, Level.ERROR, remedy=f"{remedy}; UCX: {first}" if first else remedy)
 
 
 def probe_reads(peer: str, secret_file: str) -> Iterable[Check]:
     """Load NIXL, meet the agent of each worker, and read some of its memory."""
-    host, port = _parsed(peer)
+    yield from Row("machine", fabric.DEVICES_VARIABLE, fabric.named_devices).checks()
+    yield from Row(READS, "NIXL", partial(_reads, *_parsed(peer), secret_file)).checks()
+
+
+def _reads(host: str, port: int, secret_file: str) -> Iterable[Found]:
     from vllm_commext.nixl.log import logger
     from vllm_commext.nixl.transport.agent import NixlAgent
 
-    yield from Row("machine", fabric.DEVICES_VARIABLE, fabric.named_devices).checks()
     logger.logger.addHandler(said := _Said())
     logger.logger.propagate = False
     try:
         agent = NixlAgent(ConnectorConfig(side_channel_host=host, side_channel_port=port))
     except Exception as error:  # noqa: BLE001 NIXL raises many types
-        yield said.failure("NIXL", f"no agent here: {error or type(error).__name__}", NO_METADATA)
+        yield said.failure(f"no agent here: {error or type(error).__name__}", NO_METADATA)
         return
     secret = read_secret(secret_file)
     number, count = 0, 1
     while number < count:
-        answer = _describe(host, port, secret, number)
-        worker = open_description(answer)
+        worker = open_description(_describe(host, port, secret, number))
         count = worker.layout.tp_size * worker.layout.pp_size
-        yield _read(agent, worker, said, f"worker {number} of {count}")
+        yield _read(agent, worker, said)._replace(name=f"worker {number} of {count}")
         number += 1
 
 
-def _read(agent: NixlAgent, worker: WorkerDescription, said: _Said, name: str) -> Check:
+def _read(agent: NixlAgent, worker: WorkerDescription, said: _Said) -> Found:
     from vllm_commext.nixl.transport import probe
     from vllm_commext.nixl.transport.agent import ucx_log
 
     try:
         met = agent.add_peer(worker.agent_metadata)
-        remote = probe.Memory(
-            *probe.longest_run(worker.layout), worker.memory_type, worker.device_id
-        )
+        run = probe.longest_run(worker.layout)
+        remote = probe.Memory(*run, worker.memory_type, worker.device_id)
         local = _memory()
         place = (local.address, local.num_bytes, local.device_id)
         with agent.registered(place, local.memory_type):
             speed = _last(probe.measure(agent, met, local, remote, READ_SECONDS))
     except Exception as error:  # noqa: BLE001 NIXL raises many types
         value = f"NIXL does not reach it: {error or type(error).__name__}"
-        return said.failure(name, value, NO_METADATA)
+        return said.failure(value, NO_METADATA)
     if speed is None:
-        return said.failure(name, f"no read ended within {READ_SECONDS:g} s", NO_READ)
+        return said.failure(f"no read ended within {READ_SECONDS:g} s", NO_READ)
     said.transports = ucx_log.transports() or said.transports
     value = probe.describe(speed, said.transports).removeprefix("self-probe: ")
-    return Check(READS, name, value, *_judge(said.transports))
-
-
-def _judge(transports: Sequence[str]) -> tuple[Level, str]:
-    """How good these are, and the remedy where a NIC is there and not used."""
-    active = [port.name for port in fabric.rdma_ports() if port.is_active]
-    if active and "tcp" in transports:
-        hint = f"RDMA ports {', '.join(active)} are not used: UCX_TLS, UCX_NET_DEVICES, memlock"
-        return Level.WARNING, hint
-    return Level.OK, ""
+    unused = [port.name for port in fabric.rdma_ports() if port.is_active]
+    if unused and "tcp" in said.transports:
+        remedy = f"RDMA ports {', '.join(unused)} are not used: UCX_TLS, UCX_NET_DEVICES, memlock"
+        return Found(value, Level.WARNING, remedy=remedy)
+    return Found(value)
 
 
 def _last(steps: Generator[None, None, Speed | None]) -> Speed | None:
@@ -241,7 +232,7 @@ def _last(steps: Generator[None, None, Speed | None]) -> Speed | None:
 
 
 def _memory() -> Memory:
-    """Of the first GPU that torch finds, else of the host."""
+    """Memory of the first GPU that torch finds, else of the host."""
     import torch
 
     from vllm_commext.nixl.transport.probe import PROBE_BYTES, Memory
