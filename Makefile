@@ -42,7 +42,7 @@ REPORTS := build/servers.xml build/pure.xml
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env digests canary mixed older rolling test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env digests canary mixed rolling test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -83,11 +83,12 @@ long: env ## Tests that `make test` has no time for, property tests with more ex
 	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m "long or hypothesis" $(PYTEST_ARGS)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
-nightly: env ## Everything that runs here and takes hours: both demos, long, chaos, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
+nightly: env ## Everything that runs here and takes hours: the demos, long, chaos, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
 	$(MAKE) demo
+	$(MAKE) demo P_TP=3 D_TP=1
 	$(MAKE) demo MODEL=llama
 	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
-	$(MAKE) long chaos fuzz mutants test-matrix mixed older rolling stress-shm sanitize wheels
+	$(MAKE) long chaos fuzz mutants test-matrix mixed rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build/bench
@@ -145,11 +146,6 @@ mixed: env ## KV cache read between servers of VLLM and of OTHER=0.32.0, both wa
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OTHER_PYTHON=$(CURDIR)/.venv-$(OTHER)/bin/python \
 		$(PYTEST) tests/cpu/test_mixed_versions.py $(PYTEST_ARGS)
-
-older: env ## Servers of 0.2.0 (OLDER=its commit) and of this state beside each other: right answers, and a line on both sides
-	$(BIN)/python tools/older_release.py $(VENV) .older-$(OLDER) --commit $(OLDER)
-	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 COMMEXT_TEST_OLDER=$(CURDIR)/.older-$(OLDER) \
-		$(PYTEST) tests/cpu/test_older_release.py $(PYTEST_ARGS)
 
 rolling: env ## Four engines under load upgraded one by one and rolled back: from OTHER=0.32.0 to VLLM, from OLDER to this state; LONG_TOKENS=2500 an answer that a drain meets
 	@$(PYTHON) tools/cpu_env.py .venv-$(OTHER) --vllm $(OTHER)

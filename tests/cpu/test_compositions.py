@@ -69,18 +69,6 @@ def test_another_connector_beside_ours(composed: Cluster) -> None:
     assert scrape(url).minus(before).total(f"{NIXL}first_tokens_total", way="prefill") == 1
 
 
-def test_vllms_offloading_beside_ours_is_not_in_its_build_for_cpus(composed: Cluster) -> None:
-    child = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
-    }
-    with pytest.raises(ServerEndedError):
-        composed.pair(composed.model("llama"), child=child)
-    told = (composed.folder / "kv_producer.log").read_text()
-    assert "only supported on CUDA-alike and XPU GPUs" in told
-
-
 def test_preemption_on_the_decode_side(composed: Cluster) -> None:
     """Four requests that each need 7 of 12 blocks in the end: preempted ones begin anew here."""
     small = ["--num-gpu-blocks-override", "13", "--max-model-len", "256"]
@@ -109,6 +97,7 @@ def test_data_parallelism(composed: Cluster, side: str) -> None:
     two = ["--data-parallel-size", "2", "--max-num-seqs", "8"]
     args: dict[str, Any] = {side: two}
     pair = composed.pair(composed.model("llama"), **args)
+    assert all("shm_queue" in server.active() for server in (pair.prefill, pair.decode))
     for _ in range(2):
         check(pair)
     numbers = random.Random(17)

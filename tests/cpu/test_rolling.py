@@ -27,13 +27,12 @@ import pytest
 from packaging.version import Version
 
 from tests.chaos.judge import is_right
-from tests.cpu.event_streams import COMPLETIONS, body_of, told
-from tests.cpu.test_moves import NUM_BODIES, Clients, said, wait_for_streams
-from tests.cpu.test_resume import by_result
+from tests.cpu.event_streams import COMPLETIONS, Told, body_of, canonical, told
+from tests.cpu.test_resume import NOTE, by_result
 from tests.kit import ROOT, cluster, fleet
 from tests.kit.installed import VLLM, release
 from tests.kit.metrics import scrape
-from tests.kit.parity import complete, tls
+from tests.kit.parity import Completion, complete, tls
 from tests.kit.prompts import prompt_set
 from tests.kit.servers import VllmServer
 from vllm_commext.proxy.resume import Resume
@@ -207,7 +206,7 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
     routing = fleet.Routing(engines.folder, engines.servers, admin.args)
     routing.assign(**ROLES)
     with routing.proxy:
-        with fleet.Load(routing.proxy.url, known, PAUSE_SECONDS) as load:
+        with fleet.Load.of_known(routing.proxy.url, known, PAUSE_SECONDS) as load:
             load.go_on(BETWEEN_EVENTS)
             assert load.problems == []
             across = [roll(engines, to, model, admin, load) for to in (HERE, build)]
@@ -215,28 +214,30 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
         for read in across:
             assert all((number > 0) == reads for number in read.values()), across
         logger.info("%d right; read across: %s", load.num_right, across)
-        notice_other_weights(engines, other_model, routing, fleet.Load(load.url, known))
+        notice_other_weights(engines, other_model, routing, known)
 
 
 def notice_other_weights(
-    engines: Engines, other_model: Path, routing: fleet.Routing, load: fleet.Load
+    engines: Engines, other_model: Path, routing: fleet.Routing, known: Sequence[Completion]
 ) -> None:
     """The control: a third decode engine, whose answers are wrong."""
     rogue = engines.start("rogue", HERE, other_model)
     rogue.wait_ready()
-    reference = load.references[0]
-    alone = complete(rogue.url, cluster.MODEL_NAME, reference.prompt)
-    assert not is_right(reference, alone), "its weights have to give other answers"
+    alone = complete(rogue.url, cluster.MODEL_NAME, known[0].prompt)
+    assert not is_right(known[0], alone), "its weights have to give other answers"
     before = scrape(rogue.url)
     routing.assign(**ROLES, rogue="decode")
-    with load:
-        load.wait_for_problem()
+    with fleet.Load.of_known(routing.proxy.url, known) as load:
+        deadline = time.monotonic() + fleet.BOUND_SECONDS
+        while not load.problems and time.monotonic() < deadline:
+            time.sleep(fleet.POLL_SECONDS)
     served = scrape(rogue.url).minus(before).total(ANSWERS)
     logger.info("with the rogue: %d right, it served %d", load.num_right, served)
     assert load.problems, f"{load.num_right} right; the rogue served {served}"
     assert all(problem.startswith("wrong") for problem in load.problems), load.problems
 
 
+NUM_BODIES = 6
 NUM_LONG = int(os.environ.get("COMMEXT_TEST_LONG_TOKENS", "2500"))
 MAX_LEN = NUM_LONG + 256
 LONG_ARGS = (
@@ -269,6 +270,19 @@ def long_answers(
     return known
 
 
+def said(stream: Told) -> dict[str, Any]:
+    """An answer but for its names."""
+    whole = canonical(Told("", stream.raw.replace(NOTE, b"")))
+    return {name: whole[name] for name in whole if name not in ("frames", "middle")}
+
+
+def wait_for_streams(server: VllmServer) -> None:
+    end = time.monotonic() + fleet.BOUND_SECONDS
+    while not scrape(server.url).total("vllm:num_requests_running"):
+        assert time.monotonic() < end, f"{server.name} is asked for nothing"
+        time.sleep(0.02)
+
+
 @pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other")
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
 def test_an_upgrade_need_not_wait_for_long_answers(
@@ -290,9 +304,15 @@ def test_an_upgrade_need_not_wait_for_long_answers(
         options = [*admin.args, *([] if moves else ["--no-move"])]
         routing = fleet.Routing(tmp_path, engines.servers, options)
         routing.assign(**roles)
+
+        def read(number: int) -> str:
+            body, expected = long_answers[number % len(long_answers)]
+            found = told(routing.proxy, COMPLETIONS, body)
+            return "" if said(found) == expected else f"wrong: {found.raw[-500:]!r}"
+
         with routing.proxy:
             began = time.monotonic()
-            with Clients(routing.proxy, long_answers, LONG_SECONDS) as clients:
+            with fleet.Load(read, bound_seconds=LONG_SECONDS) as clients:
                 for name in ("d0", "d1", "p0"):
                     if roles[name] == "decode":
                         wait_for_streams(engines.servers[name])

@@ -198,7 +198,7 @@ def test_engines_change_roles_and_go_under_load_and_nothing_is_lost(engines: Eng
     servers, references = engines.servers, engines.own["1"]
     routing = fleet.Routing(engines.folder, servers)
     routing.assign(a1="prefill", a2="decode", b1="decode")
-    with routing.proxy, fleet.Load(routing.proxy.url, references, PAUSE_SECONDS) as load:
+    with routing.proxy, fleet.Load.of_known(routing.proxy.url, references, PAUSE_SECONDS) as load:
         load.go_on(NUM_ANSWERS)
         before = scrape(servers["a1"].url)
         routing.assign(b1="prefill", a1="decode", a2="decode")

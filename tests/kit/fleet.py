@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,7 +24,6 @@ from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, complete, tls
 from tests.kit.servers import LOOPBACK, ProxyServer, Server, free_port
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
-from vllm_commext.errors import CommextError
 
 # vLLM's own bound on what an engine has under way when it is told to end, leases among it.
 SHUTDOWN_SECONDS = "240"
@@ -33,6 +33,7 @@ PROXY_ARGS = (*cluster.PATIENT_PROXY_ARGS, "--health-interval", "0.3")
 BOUND_SECONDS = 300.0
 HELD = "vllm:commext_nixl_held_requests"
 POLL_SECONDS = 0.05
+NUM_CLIENTS = 3
 
 
 def drain_file(folder: Path, name: str) -> Path:
@@ -45,27 +46,32 @@ def drain_environ(folder: Path, name: str) -> dict[str, str]:
 
 @dataclass
 class Load:
-    """Clients that ask a proxy for known answers, one request each at a time.
+    """Clients, each with one request at a time.
 
     Attributes:
-        url: the proxy.
-        references: the right answers.
+        ask: sends the request of a number, returns what is wrong with its answer or "".
         pause_seconds: what each client waits between an answer and its next request.
+        bound_seconds: for answers that are under way at the end.
         num_right: right answers so far.
-        problems: what else came: wrong answers and errors.
+        problems: of wrong answers, and errors.
     """
 
-    url: str
-    references: Sequence[Completion]
+    ask: Callable[[int], str]
     pause_seconds: float = 0.0
+    bound_seconds: float = BOUND_SECONDS
     num_right: int = 0
     problems: list[str] = field(default_factory=list[str])
     _stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
 
+    @classmethod
+    def of_known(cls, url: str, known: Sequence[Completion], pause_seconds: float = 0.0) -> Load:
+        """Ask a proxy for answers that are known."""
+        return cls(partial(_ask_known, url, known), pause_seconds)
+
     def __enter__(self) -> Load:
-        for number in range(3):
+        for number in range(NUM_CLIENTS):
             self._threads.append(threading.Thread(target=self._client, args=(number,), daemon=True))
             self._threads[-1].start()
         return self
@@ -73,7 +79,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(BOUND_SECONDS)
+            thread.join(self.bound_seconds)
         assert not any(thread.is_alive() for thread in self._threads)
 
     def go_on(self, num_requests: int) -> None:
@@ -83,32 +89,28 @@ class Load:
             assert time.monotonic() < deadline, f"{self.num_right} of {wanted} right answers"
             time.sleep(POLL_SECONDS)
 
-    def wait_for_problem(self) -> None:
-        """Wait until something else than a right answer has come; not for ever."""
-        deadline = time.monotonic() + BOUND_SECONDS
-        while not self.problems and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
     def _client(self, number: int) -> None:
-        rng = random.Random(number)
         while not self._stop.is_set():
-            reference = rng.choice(self.references)
-            problem = self._ask(reference, stream=rng.random() < 0.5)
+            try:
+                problem = self.ask(number)
+            except Exception as error:  # noqa: BLE001 whatever a client sees instead of its answer
+                problem = repr(error)
+            number += NUM_CLIENTS
             with self._lock:
                 self.num_right += not problem
                 if problem:
                     self.problems.append(problem)
             self._stop.wait(self.pause_seconds)
 
-    def _ask(self, reference: Completion, *, stream: bool) -> str:
-        options = {"max_tokens": len(reference.token_ids), "stream": stream}
-        try:
-            got = complete(self.url, cluster.MODEL_NAME, reference.prompt, **options)  # type: ignore[arg-type]
-        except (CommextError, httpx.HTTPError, ValueError, KeyError) as error:
-            return f"{type(error).__name__}: {error}"
-        if is_right(reference, got):
-            return ""
-        return f"wrong: expected {reference.token_ids}, got {got.token_ids}"
+
+def _ask_known(url: str, known: Sequence[Completion], number: int) -> str:
+    dice = random.Random(number)
+    right, stream = dice.choice(known), dice.random() < 0.5
+    tokens = len(right.token_ids)
+    got = complete(url, cluster.MODEL_NAME, right.prompt, max_tokens=tokens, stream=stream)
+    if is_right(right, got):
+        return ""
+    return f"wrong: expected {right.token_ids}, got {got.token_ids}"
 
 
 class Routing:
