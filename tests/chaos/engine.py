@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.chaos.census import Census, growth, leak, settled, take_census
 from tests.kit.servers import VllmServer
@@ -66,20 +65,13 @@ class Engine:
         if self.baseline is None:
             self.baseline = self.take_census()
 
-    def compare_with_baseline(self) -> tuple[dict[str, Any], list[str]] | None:
-        """What it held at its baseline and holds now, for the report, and what is too much of it;
-        None without a baseline."""
+    def compare_with_baseline(self) -> list[str]:
+        """Growth since its baseline, if it has one, and leaks."""
         before = self.baseline
         if before is None:
-            return None
-        now = settled(self.take_census, before)
-        row = {
-            "engine": self.server.name,
-            "descriptors": f"{before.descriptors} -> {now.descriptors}",
-            "threads": f"{before.threads} -> {now.threads}",
-            "MiB": f"{before.heap_bytes >> 20} -> {now.heap_bytes >> 20}",
-        }
-        return row, [f"{self.server.name}: {line}" for line in growth(before, now)]
+            return []
+        found = growth(before, settled(self.take_census, before))
+        return [*(f"{self.server.name}: {line}" for line in found), *self.leaks()]
 
     def leaks(self) -> list[str]:
         return [f"{self.server.name}: {line}" for line in leak(self.heap_bytes)]

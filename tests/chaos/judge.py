@@ -23,13 +23,11 @@ class Answer:
     """What became of one request.
 
     Attributes:
-        started: when it was sent, in seconds of one monotonic clock.
         seconds: how long it took.
         completion: what came with status 200, else None.
         error: what came instead.
     """
 
-    started: float
     seconds: float
     completion: Completion | None
     error: str = ""

@@ -89,7 +89,7 @@ def ask(url: str, prompt: Sequence[int], **options: object) -> Answer:
         completion = complete(url, MODEL_NAME, prompt, **arguments)  # type: ignore[arg-type]
     except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
         error = f"{type(caught).__name__}: {caught}"
-    return Answer(started, time.monotonic() - started, completion, error)
+    return Answer(time.monotonic() - started, completion, error)
 
 
 @dataclass
@@ -106,11 +106,9 @@ class Load:
         pause_seconds: what each client waits between an answer and its next request.
         salts: what engines cache of a request is for no other one.
         running: where streams run.
-        num_unequal: right answers that went on with another one of two equally likely tokens.
         verdicts: answers by verdict.
         errors: error answers by what they said, shortened.
         samples: details of wrong and late answers.
-        spans: start and end of each request, in seconds of ``time.monotonic``.
     """
 
     url: str
@@ -121,11 +119,9 @@ class Load:
     pause_seconds: float = 0.0
     salts: bool = False
     running: Running = field(default_factory=Running)
-    num_unequal: int = 0
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
-    spans: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _go: threading.Event = field(default_factory=threading.Event)
@@ -173,12 +169,9 @@ class Load:
 
     def note(self, reference: Completion, answer: Answer) -> str:
         """Judge and count an answer; also for requests that a fault sends itself."""
-        verdict, got = judge(reference, answer, self.bound_seconds), answer.completion
+        verdict = judge(reference, answer, self.bound_seconds)
         with self._lock:
             self.verdicts[verdict] += 1
-            if verdict == RIGHT and got is not None:
-                self.num_unequal += got.token_ids != reference.token_ids
-            self.spans.append((answer.started, answer.started + answer.seconds))
             if verdict == ERROR:
                 self.errors[_shortened(answer.error)] += 1
             if verdict in (WRONG, LATE):

@@ -138,12 +138,10 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             record.problems.append(f"the run broke off: {type(error).__name__}: {error}")
             load.stop()
         record.seconds = time.monotonic() - started
-        record.faults = [fault.with_drain(load.spans) for fault in record.faults]
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
-        record.lost, record.num_unequal = load.running.lost, load.num_unequal
+        record.lost = load.running.lost
         record.resumes = testbed.streams_by("commext_proxy_resumes_total")
         record.moves = testbed.streams_by("commext_proxy_moves_total")
-        record.censuses, record.memory = testbed.censuses, testbed.memory
     return record
 
 
@@ -239,11 +237,7 @@ class _Run:
         problems += self._stage.deaths()
         if not self._scenario.aimed:
             self._stage.sample_memory()
-        self._record.faults.append(
-            FaultRecord(
-                fault.number, fault.kind, back - started, recovery, tuple(problems), started
-            )
-        )
+        self._record.faults.append(FaultRecord(fault.number, fault.kind, recovery, tuple(problems)))
         self._say(
             f"{fault.number:4d} {fault.kind:22s} {back - started:5.1f} s, {describe(recovery)}; "
             f"{dict(self._load.verdicts)}; streams lost: {dict(self._load.running.lost)}"

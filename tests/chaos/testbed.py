@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -121,8 +120,6 @@ class Testbed:
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
     admin: AdminPort = field(init=False)
-    censuses: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    memory: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     _reused: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
 
     def start(self) -> None:
@@ -276,16 +273,9 @@ class Testbed:
         """Remember how much memory each engine has now, after a fault."""
         for engine in self._all():
             engine.heap_bytes.append(engine.take_census().heap_bytes)
-            self.memory[engine.server.name] = [size >> 10 for size in engine.heap_bytes]
 
     def compare_with_baseline(self, role: str) -> list[str]:
-        engine = self.engines[role]
-        compared = engine.compare_with_baseline()
-        if compared is None:
-            return []
-        row, problems = compared
-        self.censuses.append(row)
-        return [*problems, *engine.leaks()]
+        return self.engines[role].compare_with_baseline()
 
     def leaks_of_spares(self) -> list[str]:
         return [problem for engine in self.spares.values() for problem in engine.leaks()]
