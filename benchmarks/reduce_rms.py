@@ -7,7 +7,7 @@ in microseconds: of a sample the slowest rank's, of the samples the median. All 
 in every sample, so what else the machine does meets all of them. Only ratios of one run mean
 anything.
 
-``--quick`` takes fewer token counts and samples; ``--tune`` times our kernel's tilings instead.
+``--quick`` takes fewer token counts and samples.
 """
 
 import argparse
@@ -15,8 +15,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,7 @@ EPS = 1e-6
 Q_SIZE, KV_SIZE = 6144, 1024  # MiniMax-M2's, all ranks together
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 QUICK_TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 16384)
-TUNE_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OURS = "ours"
-STREAMING = ("", " loads", " stores", " both")  # what does not stay in the caches
 VLLM_FUSED_TOKENS = 2048  # vLLM's own bound for its fused op
 SAMPLES, QUICK_SAMPLES, REPLAYS = 31, 15, 5
 TOTAL_SECONDS, QUICK_SECONDS = 540, 150
@@ -67,16 +64,13 @@ def make_rows(tokens: int, world: int) -> Rows:
 
 
 class Ours:
-    """Our op; `tiling` replaces its own choice."""
-
     def __init__(self, rank: int, world: int, group: Any) -> None:
-        from vllm_commext.reduce_rms import ops
+        from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the op
         from vllm_commext.reduce_rms.kernel import slot_bytes
         from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
         size = slot_bytes(max(TOKENS), world)
-        self._ops, self._workspace = ops, LamportWorkspace(rank, world, size, group)
-        self._tuned: dict[Any, Any] = {}
+        self._workspace = LamportWorkspace(rank, world, size, group)
 
     def call(self, rows: Rows) -> Any:
         return torch.ops.vllm_commext.qk_rms_norm(
@@ -86,21 +80,6 @@ class Ours:
     def check(self) -> None:
         torch.cuda.synchronize()
         self._workspace.raise_if_failed()
-
-    @contextmanager
-    def tiling(self, tiling: Any) -> Iterator[None]:
-        from vllm_commext.reduce_rms import kernel
-
-        kept = kernel.choose, kernel.tilings, self._ops._kernels
-        kernel.choose = lambda *_: tiling
-        kernel.tilings = lambda _: (tiling,)
-        self._ops._kernels = self._tuned.setdefault(tiling, type(kept[2])())
-        self._workspace.ready.clear()  # what is loaded is another set of kernels
-        try:
-            yield
-        finally:
-            self._workspace.ready.clear()
-            kernel.choose, kernel.tilings, self._ops._kernels = kept
 
 
 class Vllm:
@@ -239,48 +218,6 @@ def host_costs(ours: Ours, vllm: Vllm | None, args: argparse.Namespace, group: A
     return ", ".join(f"{name} {cost:.1f}" for name, cost in costs.items())
 
 
-def candidates(packs: int) -> list[Any]:
-    """Tilings worth a try, each with its weights loaded early and late."""
-    from vllm_commext.reduce_rms.kernel import Tiling, high_throughput
-
-    shapes = []
-    for packs_per_thread, block_teams in ((14, 4), (7, 1), (7, 2), (7, 4), (4, 1), (4, 2), (2, 1)):
-        shapes.append((-(-packs // (32 * packs_per_thread)), block_teams))
-    shapes.append((-(-packs // 32), 1))
-    shapes = list(dict.fromkeys(shape for shape in shapes if shape[0] * shape[1] <= 32))
-    cached = [
-        Tiling(warps, teams, early)
-        for warps, teams in shapes
-        for early in (False, True)
-        if not (early and packs / (32 * warps) > 8)
-    ]
-    chosen = high_throughput(packs)
-    return cached + [dataclasses.replace(chosen, streaming=bits) for bits in (1, 2, 3)]
-
-
-def tune(ours: Ours, args: argparse.Namespace, group: Any) -> list[Any]:
-    results: list[Any] = []
-    packs = (Q_SIZE + KV_SIZE) // args.tp // 8
-    for tokens in args.tokens or TUNE_TOKENS:
-        rows = make_rows(tokens, args.tp)
-        variants: dict[str, Call] = {}
-        for tiling in candidates(packs):
-            early = "early" if tiling.weights_early else "late"
-
-            def call(rows: Rows = rows, tiling: Any = tiling) -> None:
-                with ours.tiling(tiling):
-                    ours.call(rows)
-
-            form = f"{tiling.team_warps}x{tiling.block_teams} {early}"
-            variants[form + STREAMING[tiling.streaming]] = call
-        times = measure(variants, tokens, 5 if args.quick else 15, None, group)
-        ours.check()
-        results.append({"tokens": tokens, **times})
-        best = sorted(times, key=times.__getitem__)[:4]
-        tell(f"{tokens:6d}  best " + ", ".join(f"{name}: {times[name]:.2f}" for name in best))
-    return results
-
-
 def tell(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -321,21 +258,17 @@ def start_vllm(rank: int, world: int, port: int) -> Vllm | None:
 
 def run_rank(args: argparse.Namespace) -> None:
     torch.cuda.set_device(args.rank)
-    vllm = None if args.tune else start_vllm(args.rank, args.tp, args.port)
+    vllm = start_vllm(args.rank, args.tp, args.port)
     if not dist.is_initialized():
         method = f"tcp://127.0.0.1:{args.port}"
         limit = timedelta(seconds=120)
         dist.init_process_group("gloo", method, limit, args.tp, args.rank)
     group = dist.new_group(backend="gloo")  # between samples no rank is to touch its GPU
     ours = Ours(args.rank, args.tp, group)
-    kind, costs = "", "-"
-    if args.tune:
-        kind, results = "tune_", tune(ours, args, group)
-    else:
-        results = compare(ours, vllm, args, group)
-        costs = host_costs(ours, vllm, args, group)
+    results = compare(ours, vllm, args, group)
+    costs = host_costs(ours, vllm, args, group)
     if args.rank == 0:
-        name = f"reduce_rms_{kind}tp{args.tp}"
+        name = f"reduce_rms_tp{args.tp}"
         facts = about(args.tp, vllm, costs)
         lines = [*pages.head(f"{name}, microseconds a call", facts), *table(results)]
         print(pages.write(args.out, name, {**facts, "results": results}, lines))
@@ -348,8 +281,6 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("reduce_rms_results"))
     parser.add_argument("--quick", action="store_true", help="fewer token counts and samples")
-    parser.add_argument("--tune", action="store_true", help="time our kernel's tilings instead")
-    parser.add_argument("--tokens", type=int, nargs="+", help="token counts for --tune")
     return run_program(
         *(parser, __file__, run_rank),
         lambda args: QUICK_SECONDS if args.quick else TOTAL_SECONDS,

@@ -35,27 +35,9 @@ DEVICE void push(const Args& args, u32 number, u32 call) {
   }
 }
 
-DEVICE Pack sum_pack(const Args& args, u32 index, const Pack& mine, u32 call) {
-  Pack packs[PEERS];
-#pragma unroll
-  for (u32 i = 0; i < PEERS; ++i)
-    packs[i] = load_staged(args.memory[RANK] + staged(args, i, call) + index);
-  Sum sum;
-#pragma unroll
-  for (u32 source = 0; source < WORLD_SIZE; ++source) {
-    if (source == RANK) {
-      sum.add(sendable(mine), source == 0);
-      continue;
-    }
-    const u32 i = place(source, RANK);
-    Pack* there = args.memory[RANK] + staged(args, i, call) + index;
-    sum.add(take_after_look(there, packs[i], args.timeout_ns), source == 0);
-  }
-  return sum.rounded();
-}
-
 DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
   const u32 member = thread_index(), first = number * ROW_PACKS + member;
+  Pack* here = args.memory[RANK] + staged(args, 0, call) + first;
   Pack mine[PACKS], residual[PACKS];
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
@@ -66,7 +48,8 @@ DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;
-    const Pack summed = sum_pack(args, first + j * TEAM, mine[j], call);
+    const Pack summed =
+        sum_of_ranks(here + j * TEAM, args.num_rows * ROW_PACKS, mine[j], args.timeout_ns);
     row.packs[j] = RESIDUAL ? add_residual(summed, residual[j]) : summed;
     args.residual_out[first + j * TEAM] = row.packs[j];
   }

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "push_parts.h"
+#include "weights.h"
 
 constexpr int NORM = 0, STATIC_FP8 = 1, ROW_FP8 = 2, GROUP_FP8 = 3;
 constexpr u32 GROUP = 128;  // elements
@@ -28,13 +29,6 @@ constexpr u32 ROW_PACKS = HIDDEN / PACK;
 constexpr u32 PACKS = (ROW_PACKS + TEAM - 1) / TEAM;       // a thread
 constexpr u32 WARP_SUMS = (ROW_PACKS + WARP - 1) / WARP;   // of 32 neighbouring packs each
 constexpr u32 GROUP_LANES = GROUP / PACK;                  // that hold a group's packs
-
-typedef Storage<WEIGHT>::Type Weight;
-constexpr u32 WEIGHT_WORDS = PACK * sizeof(Weight) / 4;
-
-struct alignas(WEIGHT_WORDS >= 4 ? 16 : 8) WeightPack {
-  u32 words[WEIGHT_WORDS];
-};
 
 struct Args {
   const Pack* input;
@@ -71,16 +65,6 @@ struct Row {
 // Whether pack j of this thread is in the row; known to the compiler for all but the last.
 DEVICE bool in_row(u32 j, u32 member) {
   return (j + 1) * TEAM <= ROW_PACKS || member + j * TEAM < ROW_PACKS;
-}
-
-DEVICE float sum_of_squares(const Pack& pack) {
-  float sum = 0.0f;
-#pragma unroll
-  for (u32 i = 0; i < PACK; ++i) {
-    const float x = element<ELEMENT>(pack.words, i);
-    sum = fmaf(x, x, sum);
-  }
-  return sum;
 }
 
 DEVICE float add_lanes(float sum) {

@@ -38,29 +38,12 @@ DEVICE void push_turn(const Args& args, u32 turn, u32 call) {
   }
 }
 
-DEVICE Pack sum_pack(const Args& args, u32 own, const Pack& mine, u32 call) {
-  Pack packs[PEERS];
-#pragma unroll
-  for (u32 i = 0; i < PEERS; ++i)
-    packs[i] = load_staged(args.memory[RANK] + part(args, i, call) + own);
-  Sum sum;
-#pragma unroll
-  for (u32 source = 0; source < WORLD_SIZE; ++source) {
-    if (source == RANK) {
-      sum.add(sendable(mine), source == 0);
-      continue;
-    }
-    const u32 i = place(source, RANK);
-    Pack* there = args.memory[RANK] + part(args, i, call) + own;
-    sum.add(take_after_look(there, packs[i], args.timeout_ns), source == 0);
-  }
-  return sum.rounded();
-}
-
 // This rank's row of the turn: summed, with the residual, and on its way to the peers.
 DEVICE void sum_turn(const Args& args, Row& row, u32 turn, u32 call) {
   const u32 member = thread_index(), own = turn * ROW_PACKS + member;
   const u32 first = (turn * WORLD_SIZE + RANK) * ROW_PACKS + member;
+  const u32 stride = part(args, 1, call) - part(args, 0, call);
+  Pack* here = args.memory[RANK] + part(args, 0, call) + own;
   Pack mine[PACKS], residual[PACKS];
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
@@ -71,7 +54,7 @@ DEVICE void sum_turn(const Args& args, Row& row, u32 turn, u32 call) {
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;
-    const Pack summed = sum_pack(args, own + j * TEAM, mine[j], call);
+    const Pack summed = sum_of_ranks(here + j * TEAM, stride, mine[j], args.timeout_ns);
     row.packs[j] = sendable(RESIDUAL ? add_residual(summed, residual[j]) : summed);
 #pragma unroll
     for (u32 step = 0; step < PEERS; ++step) {

@@ -24,6 +24,10 @@ struct alignas(16) Pack {
   u32 words[4];
 };
 
+#ifdef ELEMENT
+constexpr u32 PACK = ELEMENT == FLOAT ? 4 : 8;  // elements
+#endif
+
 template <int TYPE>
 struct Storage {
   typedef unsigned short Type;

@@ -9,7 +9,6 @@
 #include "packs.h"
 
 constexpr u32 PEERS = WORLD_SIZE - 1;
-constexpr u32 PACK = ELEMENT == FLOAT ? 4 : 8;  // elements
 
 // The numbers of a pack, added in float32.
 struct Sum {
@@ -29,7 +28,24 @@ struct Sum {
 // The place of a source among the parts that a rank keeps for its peers.
 DEVICE constexpr u32 place(u32 source, u32 owner) { return source < owner ? source : source - 1; }
 
-DEVICE constexpr u32 source_at(u32 place, u32 owner) { return place < owner ? place : place + 1; }
+// The sum in the order of ranks, of this rank's pack and what each peer stores at its place, `stride`
+// packs apart from `here`; emptied again.
+DEVICE Pack sum_of_ranks(Pack* here, u32 stride, const Pack& mine, u64 timeout_ns) {
+  Pack packs[PEERS];
+#pragma unroll
+  for (u32 i = 0; i < PEERS; ++i) packs[i] = load_staged(here + i * stride);
+  Sum sum;
+#pragma unroll
+  for (u32 source = 0; source < WORLD_SIZE; ++source) {
+    if (source == RANK) {
+      sum.add(sendable(mine), source == 0);
+      continue;
+    }
+    const u32 i = place(source, RANK);
+    sum.add(take_after_look(here + i * stride, packs[i], timeout_ns), source == 0);
+  }
+  return sum.rounded();
+}
 
 // The peer that is `step` ranks further; all ranks begin with another one.
 DEVICE u32 peer(u32 step) { return (RANK + 1 + step) % WORLD_SIZE; }

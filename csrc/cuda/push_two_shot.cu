@@ -42,21 +42,9 @@ DEVICE void push(const Args& args, u32 own, u32 index, u32 owner, u32 call) {
 
 DEVICE void add(const Args& args, u32 own, u32 index, u32 call) {
   Pack* here = args.memory[RANK] + half(args, call) + own;
-  const u32 stride = args.max_packs / WORLD_SIZE;
-  Pack packs[WORLD_SIZE];
-  packs[RANK] = args.input[index];
-#pragma unroll
-  for (u32 i = 0; i < PEERS; ++i) packs[source_at(i, RANK)] = load_staged(here + i * stride);
-  Sum sum;
-#pragma unroll
-  for (u32 source = 0; source < WORLD_SIZE; ++source) {
-    if (source != RANK) {
-      Pack* staged = here + place(source, RANK) * stride;
-      packs[source] = take_after_look(staged, packs[source], args.timeout_ns);
-    }
-    sum.add(packs[source], source == 0);
-  }
-  const Pack rounded = sendable(sum.rounded());
+  const Pack summed =
+      sum_of_ranks(here, args.max_packs / WORLD_SIZE, args.input[index], args.timeout_ns);
+  const Pack rounded = sendable(summed);
 #pragma unroll
   for (u32 step = 0; step < PEERS; ++step)
     store_to_peer(args.memory[peer(step)] + sums(args, call) + index, rounded);

@@ -26,10 +26,9 @@
 //   BLOCK_TEAMS   tokens a block
 //   ALIGNED       1 where rows and weights are aligned to 16 bytes
 //   WEIGHTS_EARLY 1 loads the weights while the sums travel, which costs registers
-//   MIN_BLOCKS    blocks that a multiprocessor must have registers for
-//   STREAMING     bits: 1 rows are loaded, 2 outputs are stored as what is not wanted again soon
+//   STREAMING     1 loads rows as what is not wanted again soon
 
-#include "row_packs.h"
+#include "weights.h"
 
 constexpr u32 SENTINEL = 0x80000000u;  // -0.0f
 constexpr u64 EMPTY_WORD = (u64(SENTINEL) << 32) | SENTINEL;
@@ -37,6 +36,8 @@ constexpr u32 BUSY = 1;  // low bit of a state word; the slot stands above it
 constexpr u32 NUM_SLOTS = 3;
 constexpr u32 SPINS_PER_LOOK = 64;  // at the clock and at whether the workspace has failed
 constexpr u64 MISSING_PEER = 1, CONCURRENT_USE = 2;  // kinds of failure, as in kernel.py
+
+typedef Storage<ELEMENT>::Type Element;
 
 constexpr u32 TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr u32 BLOCK_THREADS = TEAM_THREADS * BLOCK_TEAMS;
@@ -63,6 +64,43 @@ struct Args {
   float k_scale;
   float eps;
 };
+
+// An address that is aligned only to its elements is read element by element.
+template <typename P, typename T>
+DEVICE P load(const T* address) {
+#if ALIGNED
+  return *reinterpret_cast<const P*>(address);
+#else
+  P pack;
+#pragma unroll
+  for (u32 i = 0; i < sizeof(P) / 4; ++i) {
+    if (sizeof(T) == 4) {
+      pack.words[i] = as_bits(address[i]);
+    } else {
+      pack.words[i] = u32(address[2 * i]) | (u32(address[2 * i + 1]) << 16);
+    }
+  }
+  return pack;
+#endif
+}
+
+DEVICE Pack load_pack(const Element* address) {
+#if ALIGNED && STREAMING
+  Pack pack;
+  load_streaming(address, pack.words);
+  return pack;
+#else
+  return load<Pack>(address);
+#endif
+}
+
+DEVICE Pack scale(const Pack& pack, float factor, const WeightPack& weights) {
+  float scaled[PACK];
+#pragma unroll
+  for (u32 i = 0; i < PACK; ++i)
+    scaled[i] = element<ELEMENT>(pack.words, i) * factor * element<WEIGHT>(weights.words, i);
+  return pack_of<ELEMENT>(scaled);
+}
 
 struct Sums {
   float q, k;
@@ -207,7 +245,7 @@ DEVICE Sums add_team(Sums sums, u32& state, TeamShared& shared, u32 team, u32 wa
   return add_lanes(lane < TEAM_WARPS ? shared.sums[lane] : Sums{0.0f, 0.0f});
 }
 
-extern "C" KERNEL(BLOCK_THREADS, MIN_BLOCKS) reduce_rms(const ARGUMENT Args args) {
+extern "C" KERNEL(BLOCK_THREADS, 1) reduce_rms(const ARGUMENT Args args) {
   SHARED TeamShared shared[BLOCK_TEAMS];
   const u32 team = thread_index() / TEAM_THREADS;
   const u32 member = thread_index() % TEAM_THREADS;
@@ -256,7 +294,7 @@ extern "C" KERNEL(BLOCK_THREADS, MIN_BLOCKS) reduce_rms(const ARGUMENT Args args
   WeightPack weights[WEIGHTS_EARLY ? PACKS : 1];
 #pragma unroll
   for (u32 j = 0; WEIGHTS_EARLY && j < PACKS; ++j)
-    if (in_row(j, member)) weights[j] = load_weights((in_q(j, member) ? q_weight : k_weight) + j * STEP);
+    if (in_row(j, member)) weights[j] = load<WeightPack>((in_q(j, member) ? q_weight : k_weight) + j * STEP);
 
   sums = usable ? receive(peer, lane, slot, token, sums, args.timeout_ns) : not_a_number();
   sums = add_ranks(sums);
@@ -269,9 +307,9 @@ extern "C" KERNEL(BLOCK_THREADS, MIN_BLOCKS) reduce_rms(const ARGUMENT Args args
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;
     const bool is_q = in_q(j, member);
-    if (!WEIGHTS_EARLY) weights[0] = load_weights((is_q ? q_weight : k_weight) + j * STEP);
-    const Pack out = scale(row[j], is_q ? q_factor : k_factor, weights[WEIGHTS_EARLY ? j : 0]);
-    store_pack((is_q ? q_out : k_out) + j * STEP, out);
+    if (!WEIGHTS_EARLY) weights[0] = load<WeightPack>((is_q ? q_weight : k_weight) + j * STEP);
+    *reinterpret_cast<Pack*>((is_q ? q_out : k_out) + j * STEP) =
+        scale(row[j], is_q ? q_factor : k_factor, weights[WEIGHTS_EARLY ? j : 0]);
   }
   if (warp == 0 && usable) end(peer, lane, slot, token);
 }

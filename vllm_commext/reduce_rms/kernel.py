@@ -32,7 +32,6 @@ PACK_BYTES = 16
 MAX_TEAM_WARPS = 32
 SIZE_MULTIPLE = 8
 BALANCED_PACKS = 1800  # a multiprocessor; beyond them more rows must be in flight, seen on H200s
-LOADS, STORES = 1, 2  # bits of `Tiling.streaming`
 PROGRAM = Program("reduce_rms")
 NUM_SLOTS = 3
 WORD_BYTES = 8
@@ -75,16 +74,13 @@ class Tiling:
         team_warps: warps that share a token.
         block_teams: tokens a block.
         weights_early: weights are loaded while the sums travel.
-        min_blocks: blocks that a multiprocessor must have registers for.
-        streaming: whether rows are the first to leave the caches once they are read (`LOADS`) or
-            written (`STORES`), or both.
+        streaming: rows are the first to leave the caches once they are read.
     """
 
     team_warps: int
     block_teams: int = 1
     weights_early: bool = False
-    min_blocks: int = 1
-    streaming: int = 0
+    streaming: bool = False
 
     @property
     def threads(self) -> int:
@@ -123,7 +119,7 @@ def balanced(packs: int) -> Tiling:
 def high_throughput(packs: int) -> Tiling:
     """The tiling for thousands of tokens: as many rows in flight as registers allow."""
     team_warps = _warps_for(packs, 7)
-    return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)), streaming=LOADS)
+    return Tiling(team_warps, block_teams=max(1, min(4, 8 // team_warps)), streaming=True)
 
 
 def choose(
@@ -160,8 +156,7 @@ def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
         "TEAM_WARPS": tiling.team_warps,
         "BLOCK_TEAMS": tiling.block_teams,
         "WEIGHTS_EARLY": int(tiling.weights_early),
-        "MIN_BLOCKS": tiling.min_blocks,
-        "STREAMING": tiling.streaming,
+        "STREAMING": int(tiling.streaming),
     }
 
 

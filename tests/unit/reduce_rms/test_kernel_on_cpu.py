@@ -21,7 +21,7 @@ TILINGS = {
     "a warp a token": Tiling(1, block_teams=4),
     "two warps a token": Tiling(2, block_teams=2, weights_early=True),
     "a block a token": Tiling(3, weights_early=True),
-    "streaming": Tiling(1, block_teams=2, streaming=3),
+    "streaming": Tiling(1, block_teams=2, streaming=True),
 }
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
