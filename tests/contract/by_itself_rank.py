@@ -144,7 +144,8 @@ class Stage:
                 if not stage.kernel:
                     raise UnsupportedError("no peer access")
                 stage.bytes.append(num_bytes)
-                self._world_size, self.memory = 2, SimpleNamespace(destroy=lambda: None)
+                self._layout = push.PushLayout(2, num_bytes)
+                self.memory = SimpleNamespace(destroy=lambda: None)
                 self._collective = collective
 
             def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
