@@ -36,21 +36,6 @@ def test_the_engines_are_the_union_of_all_sources() -> None:
     assert pools["decode"].engines == ()
 
 
-def test_an_engine_that_nobody_names_goes_when_its_last_request_has_ended() -> None:
-    one, pools = registry()
-    one.name("file", [D1])
-    (engine,) = pools["decode"].engines
-    engine.passed_check()
-    removed: list[Any] = []
-    one.on_removed = removed.append
-    with engine.working(10):
-        one.name("file", [])
-        one.sweep()
-        assert (engine.usable, engine.leaving, removed) == (False, True, [])
-    one.sweep()
-    assert (pools["decode"].engines, removed) == ((), [engine])
-
-
 def test_streams_leave_an_engine_that_drains_though_nobody_names_it_any_more() -> None:
     """As Kubernetes ends a pod: its address goes first, its `preStop` drains it then."""
     one, pools = registry()

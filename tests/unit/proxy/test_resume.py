@@ -376,13 +376,15 @@ ENDS: dict[str, tuple[dict[str, Any], list[bytes], Resume, str]] = {
     ),
     "no answer": ({}, [], Resume.FAILED, "lost"),
     "not to be resumed": ({"echo": True}, stream(1, COMPLETIONS, WORDS), Resume.ECHO, "lost"),
+    "left off": ({}, stream(1, COMPLETIONS, WORDS), Resume.OFF, "lost"),
 }
 
 
 @pytest.mark.parametrize("case", ENDS)
 async def test_a_stream_that_does_not_go_on_ends_with_an_error(kit: Any, case: str) -> None:
     changes, events, expected, kind = ENDS[case]
-    async with kit.cluster(num_decode=2) as cluster:
+    is_on = expected is not Resume.OFF
+    async with kit.cluster(num_decode=2, resume=is_on) as cluster:
         first, second = cluster.decode
         first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False)
         second.behave = answering(events) if events else kit.answering(500, b"{}")
@@ -390,6 +392,8 @@ async def test_a_stream_that_does_not_go_on_ends_with_an_error(kit: Any, case: s
             got = await response.read()
         assert contents(got)[-1]["error"]["type"] == kind
         assert told(got.rpartition(b"data: ")[0])[0] == "ab"
+        is_kept = expected not in (Resume.OFF, Resume.ECHO)
+        assert ("return_token_ids" in first.calls[0].body, bool(second.calls)) == (is_kept, is_kept)
         page = await cluster.metrics()
         assert result(expected) in page
         assert kit.outcome(kind, "decode") in page
@@ -439,13 +443,3 @@ async def test_a_request_that_loses_two_engines_is_tried_at_no_third_one(kit: An
         assert contents(got)[-1]["error"]["type"] == "engines_lost"
         assert told(got.rpartition(b"data: ")[0])[0] == "ab"
         assert cluster.decode[2].calls == []
-
-
-async def test_it_can_be_left_off(kit: Any) -> None:
-    async with kit.cluster(num_decode=2, resume=False) as cluster:
-        cluster.decode[0].behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False)
-        async with cluster.post({"prompt": "hello", "stream": True}) as response:
-            assert contents(await response.read())[-1]["error"]["type"] == "lost"
-        assert "return_token_ids" not in cluster.decode[0].calls[0].body
-        assert cluster.decode[1].calls == []
-        assert result(Resume.OFF) in await cluster.metrics()

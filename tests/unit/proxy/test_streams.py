@@ -166,26 +166,6 @@ async def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any
         await kit.until(lambda: decoding.num_left == 1, "the decode engine to be left")
 
 
-async def test_another_prefill_engine_is_asked_in_two_steps(kit: Any) -> None:
-    async with running(kit, num_prefill=2) as cluster:
-        for _ in range(2):
-            await ask(cluster)
-        cluster.prefill[0].behave = cluster.prefill[1].behave = answering()
-        failing = cluster.prefill[0]
-        failing.behave = kit.answering(503, b"{}")
-        decoding = cluster.decode[0]
-
-        async def whole_only(call: Any) -> None:
-            if "stream_key" in params_of(call):
-                await asyncio.Event().wait()
-            await decode(call)
-
-        decoding.behave = whole_only
-        path, _ = await ask(cluster)
-        assert path == "two-step"
-        assert (await ways(cluster))["again"] == 1
-
-
 async def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any) -> None:
     """None of it was begun there: another one reads the same prompt while it is computed."""
     async with running(kit, num_decode=2, health_interval_seconds=60.0) as cluster:
