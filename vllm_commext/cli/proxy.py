@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from vllm_commext.errors import ConfigError
@@ -84,7 +85,6 @@ class _Gone(argparse.Action):
 
 
 def _add(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """A function that adds an option to its group."""
     groups = {title: parser.add_argument_group(title) for title in _GROUPS}
     of = {name: groups[title] for title, names in _GROUPS.items() for name in names}
 
@@ -162,7 +162,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_placement(add: Callable[..., None]) -> None:
-    """The options that say how requests are placed and served."""
     add(
         "--no-affinity",
         dest="affinity",
@@ -215,27 +214,17 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _fail(2, str(error))
     try:
-        from vllm_commext.proxy.server import run_loop
+        from vllm_commext.proxy.server import fitted, raise_limit, run_loop, serve
     except ModuleNotFoundError as error:
         return _fail(2, f"{error}: pip install aiohttp prometheus-client brings what it needs")
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        run_loop(_serving(config))
+        run_loop(serve(fitted(config, raise_limit()), partial(print, flush=True)))
     except ConfigError as error:
         return _fail(1, str(error))
     return 0
-
-
-async def _serving(config: ProxyConfig) -> None:
-    from vllm_commext.proxy.server import fitted, raise_limit, serve
-
-    await serve(fitted(config, raise_limit()), _announce)
-
-
-def _announce(line: str) -> None:
-    print(line, flush=True)
 
 
 def _fail(status: int, message: str) -> int:

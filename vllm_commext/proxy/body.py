@@ -63,11 +63,8 @@ def _finite(text: str) -> float:
 
 
 def decode(text: bytes | bytearray | memoryview) -> Any:
-    """Decode JSON. Raises `ValueError` or `RecursionError`.
-
-    Python's decoder, five times slower, judges what msgspec refuses: lone surrogates and other
-    encodings than UTF-8 are JSON to the engines.
-    """
+    """Raises `ValueError` or `RecursionError`. Python's decoder, five times slower, judges what
+    msgspec refuses: lone surrogates and other encodings than UTF-8 are JSON to the engines."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -129,8 +126,7 @@ class _Nest:
 
     @classmethod
     def of(cls, text: bytes) -> "_Nest":
-        """After all of a short *text*; objects in an array are not counted. Raises as `feed`
-        does."""
+        """Follow all of a short *text*; objects in an array are not counted. Raises as `feed`."""
         nest = cls()
         if not text[1:-1].translate(None, _IDS):
             nest.num_commas = text.count(b",")

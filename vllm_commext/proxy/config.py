@@ -29,13 +29,9 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """Options of one proxy, checked.
-
-    prefill, decode, both: base URLs of engines, ``http://HOST:PORT`` with an optional path;
+    """prefill, decode, both: base URLs of engines, ``http://HOST:PORT`` with an optional path;
     ``dns+http://NAME:PORT`` stands for every address of NAME. ``_file`` fields are paths, or empty.
-    ``_seconds`` are bounds on waits; they and other numbers are above zero, unless 0 is the
-    default. Raises `ConfigError` that names the field.
-    """
+    Raises `ConfigError` that names the field."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]

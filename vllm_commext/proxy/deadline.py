@@ -110,12 +110,9 @@ class UploadWatch(_Watch):
 
 
 class StreamWatch(_Watch):
-    """Bounds on a stream's waits, by one timer for all of it.
-
-    Call `reading` before each wait for the engine and `writing` before each wait for the client;
-    *since* is the loop's time of that call. Raises `TimeoutError`, `EngineLostError`,
-    `ClientStalledError` or `LeftError`.
-    """
+    """Bounds a stream's waits by one timer. Call `reading` before each wait for the engine and
+    `writing` before each for the client; *since* is the loop's time of that call. Raises
+    `TimeoutError`, `EngineLostError`, `ClientStalledError` or `LeftError`."""
 
     def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
         super().__init__(on_lost)

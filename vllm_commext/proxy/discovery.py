@@ -24,11 +24,8 @@ class EngineEndpoint:
 
 
 class Registry:
-    """Keeps the pools as the sources want them.
-
-    An engine that no source names gets no new work and goes when its last request has ended. One
-    that changes its role is a new engine at once, and its old role ends in the same way.
-    """
+    """Keeps the pools as the sources want them. An engine that no source names gets no new work and
+    goes when its last request has ended. One that changes its role is a new engine at once."""
 
     def __init__(self, pools: Mapping[str, EnginePool]) -> None:
         self._pools = pools

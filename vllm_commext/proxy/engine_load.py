@@ -291,11 +291,8 @@ class EngineLoad:
         return wait + sum(kept) - seconds, int(put_off >= 0)
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
-        """Learn the size and use of its KV cache.
-
-        Others' requests make it more than is known here, shared beginnings less; which coming ones
-        it counts is unknown. After the same number of steps the value is stale.
-        """
+        """Others' requests make the use more than is known here, shared beginnings less; which
+        coming ones it counts is unknown. After the same number of steps the value is stale."""
         self.cache_tokens = tokens
         if num_steps == self._num_steps:
             self._others = min(0.0, self._others)

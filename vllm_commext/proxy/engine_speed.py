@@ -16,11 +16,8 @@ Features = tuple[float, float, float]
 
 
 class LeastSquares:
-    """Non-negative linear model of three features that forgets older samples.
-
-    Keeps normal equations, so that each operation takes a fixed time. base: the model of all
-    engines, used while this one has few samples.
-    """
+    """Non-negative linear model of three features that forgets older samples, by normal equations,
+    so that each operation takes a fixed time. base: used while this one has few samples."""
 
     def __init__(self, base: "LeastSquares | None" = None) -> None:
         # Products of the features, 00 01 02 11 12 22, and of each with the value.

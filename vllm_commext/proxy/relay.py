@@ -47,11 +47,8 @@ LEFT = "left"
 
 @dataclass(eq=False)
 class Relay:
-    """One answer on its way to a client.
-
-    A token's cost is spent here: one timer watches over the whole stream. has_sent_end: the client
-    has all of a stream's events. *resuming* gives the rest of a failed stream, or None.
-    """
+    """One answer on its way to a client; a token's cost is spent here. has_sent_end: the client has
+    all of a stream's events. *resuming* gives the rest of a failed stream, or None."""
 
     _request: web.Request
     _opened: Opened

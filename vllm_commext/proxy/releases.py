@@ -1,7 +1,5 @@
-"""Tells prefill engines of prefills that will not be read, so that their blocks are free at once.
-
-An engine gets an ordinary completion of one token, whose parameters name the keys. It takes them
-before it computes anything.
+"""Has prefill engines free at once what will not be read, by a completion of one token whose
+parameters name the prefills' keys.
 """
 
 import asyncio
@@ -51,8 +49,7 @@ Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
 
 
 class Releases:
-    """Keys on their way to their engines. *post* sends a completion, *note* counts keys by
-    outcome."""
+    """*post* sends a completion, *note* counts keys by outcome."""
 
     def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
         self._post = post

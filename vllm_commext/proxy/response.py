@@ -38,10 +38,8 @@ def failures_of(
     engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
 ) -> Iterator[None]:
     """Turn failures of *engine* into `ProxyError`. *losses*: the request's. side: role of the step.
-
-    A prefill may be repeated after a lost connection. A decode may not with the same parameters: it
-    may have read the blocks, which are free then.
-    """
+    After a lost connection a prefill may be repeated, but no decode with the same parameters: it
+    may have read the blocks, which are free then."""
     try:
         yield
     except (TimeoutError, *_CANNOT_CONNECT, *_LOST) as error:
@@ -120,7 +118,7 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
     return EngineAnswer(bytes(body), headers)
 
 
-def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any]:
+def prefilled_params(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any] | None:
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
@@ -132,7 +130,7 @@ def prefill_answer(engine: Engine, status: int, answer: EngineAnswer) -> dict[st
     params = content.get("kv_transfer_params")
     if not (params is None or isinstance(params, dict)):
         raise bad_answer(engine, f"kv_transfer_params {type(params).__name__}")
-    return content
+    return params or None
 
 
 def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None:

@@ -32,11 +32,8 @@ _CLOSE_SECONDS = 0.25
 
 
 async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Raises `ConfigError` if it cannot listen.
-
-    *announce* gets one line an engine, then the URL, in which port 0 has become the real one.
-    A second signal ends the process at once.
-    """
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once.
+    *announce* gets one line an engine, then the URL. Raises `ConfigError` if it cannot listen."""
     proxy = ProxyApp(config)
     runner = make_runner(proxy)
     stopped = _on_signal()

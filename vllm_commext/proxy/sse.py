@@ -123,13 +123,8 @@ def _contents(events: bytes) -> list[dict[str, Any]]:
 
 
 def _is_role_alone(content: dict[str, Any]) -> bool:
-    choices = content.get("choices")
-    if not isinstance(choices, list) or not choices:
-        return False
-    return all(
-        isinstance(choice, dict)
-        and isinstance(delta := choice.get("delta"), dict)
-        and choice.get("finish_reason") is None
-        and not any(value for name, value in delta.items() if name != "role")
-        for choice in choices
+    choices = _choices(content)
+    return bool(choices) and all(
+        isinstance(one.get("delta"), dict) and one.get("finish_reason") is None and not _says(one)
+        for one in choices
     )

@@ -1,7 +1,4 @@
-"""Requests that go to a prefill and a decode engine at once: D reads while P computes.
-
-D must know P's side channel before P answers; the engines' metrics pages name it.
-"""
+"""Asks a prefill and a decode engine at once: D reads while P computes."""
 
 import asyncio
 import logging

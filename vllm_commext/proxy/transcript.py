@@ -56,11 +56,9 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class Transcript:
-    """What the client of one stream has. Counts in *room* until `close`.
-
-    refusal: why it is not resumed. hides_ids: the client has not asked for ids. has_failed: the
-    engine gave the stream up, or answers otherwise; *held* is its event for that.
-    """
+    """Tokens and text that a client has. refusal: why its stream is not resumed. hides_ids: it has
+    not asked for ids. has_failed: the engine gave the stream up (*held* is its event for that), or
+    answers otherwise."""
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
         self._room = room
@@ -68,7 +66,7 @@ class Transcript:
         self.hides_ids = not body.get("return_token_ids")
         self._ids = array("i")
         self._texts: dict[str, bytearray] = {}
-        self._has_finished, self._num_resumed = False, 0
+        self.has_finished, self._num_resumed = False, 0
         self._replay: Replay | None = None
         self._first: _Event | None = None
         self._field = ""
@@ -101,10 +99,6 @@ class Transcript:
     @property
     def place(self) -> int:
         return len(self._ids) - (self._replay.num_left if self._replay is not None else 0)
-
-    @property
-    def has_finished(self) -> bool:
-        return self._has_finished
 
     @property
     def is_behind(self) -> bool:
@@ -230,7 +224,7 @@ class Transcript:
         except UNKNOWN:
             return False
         if choice.finish_reason is not None:
-            self._has_finished = True
+            self.has_finished = True
         self._num_bytes += 4 * len(ids)
         if self._num_bytes > self._num_taken:
             self._take_room()
@@ -246,7 +240,7 @@ class Transcript:
         return text
 
     def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
-        has_finished = self._has_finished
+        has_finished = self.has_finished
         if choice is None:
             return self._fail(Resume.DIFFERS)
         if choice.token_ids is None:

@@ -146,11 +146,8 @@ def _is_count(value: Any) -> bool:
 
 
 def prefill_body(body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Body for the prefill engine: the same prompt, and one token.
-
-    All else stays, so that what an engine refuses is refused here: for an engine with a *key* the
-    client's own limits, too.
-    """
+    """Body for one token of the same prompt. All else stays, so that what an engine refuses is
+    refused here: with a *key* the client's own limits, too."""
     step = dict(body) if key else _of_one_token(body)
     if body.get("stream"):
         step.pop("stream_options", None)  # an error without streaming

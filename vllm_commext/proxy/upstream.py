@@ -27,7 +27,7 @@ from vllm_commext.proxy.response import (
     check_not_draining,
     failures_of,
     no_engine,
-    prefill_answer,
+    prefilled_params,
     read_answer,
     read_opening,
 )
@@ -49,13 +49,9 @@ class Prefilled:
     """A prefill's answer. key, job: to release and to forget it."""
 
     engine: Engine
-    answer: Mapping[str, Any]
+    kv_transfer_params: dict[str, Any] | None
     key: Key
     job: Job | None = None
-
-    @property
-    def kv_transfer_params(self) -> dict[str, Any] | None:
-        return self.answer.get("kv_transfer_params") or None
 
     @property
     def cached_tokens(self) -> int | None:
@@ -145,14 +141,14 @@ class Upstream:
             key = new_key(engine, payload.headers, payload.body)
             asked = await stream.prefill_payload(engine, key.value)
             try:
-                answer, job = await self._prefill_on(engine, asked, held)
+                params, job = await self._prefill_on(engine, asked, held)
             except BaseException as error:
                 if not isinstance(error, ProxyError) or error.status >= 500:
                     self.releases.add(key)  # it may have ended well all the same
                 if isinstance(error, ProxyError) and await stream.outlives(error):
                     error.can_retry = False
                 raise
-            return Prefilled(engine, answer, key, job)
+            return Prefilled(engine, params, key, job)
 
         began = time.monotonic()
         tried = list(failed)
@@ -281,7 +277,7 @@ class Upstream:
 
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int
-    ) -> tuple[dict[str, Any], Job | None]:
+    ) -> tuple[dict[str, Any] | None, Job | None]:
         seconds = self._config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
@@ -294,9 +290,9 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            content = prefill_answer(engine, response.status, answer)
+            params = prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
-            return content, job
+            return params, job
 
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
