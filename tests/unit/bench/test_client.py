@@ -151,11 +151,6 @@ def test_what_fails_or_hangs_is_counted_within_bounds() -> None:
     assert told[3] == ""
 
 
-def test_an_endpoint_without_models_is_named() -> None:
-    with pytest.raises(client.EndpointError, match="127.0.0.1:9/v1/models: expected"):
-        asyncio.run(client.find("http://127.0.0.1:9"))
-
-
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 5))
 def test_how_a_stream_is_cut_does_not_matter(cuts: list[int], num_parts: int) -> None:
     whole = event(PART) * num_parts + usage(7) + b"data: [DONE]\n\n"

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from goodputs import simulated
-from goodputs.policies import Adaptive, Fixed, Knowing, Replicas, Silent
+from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 
 from vllm_commext.bench.workload import MIXED, WORKLOADS, Arrival
@@ -39,27 +39,6 @@ def test_one_request_takes_its_prompt_and_its_steps() -> None:
     assert [late - early for early, late in pairwise(seen.times)] == pytest.approx(
         [step, step], rel=1e-3
     )
-
-
-def test_a_prompt_makes_an_answer_wait_by_chunks() -> None:
-    arrivals = [Arrival(0.0, 100, 40), Arrival(0.1, 4000, 1)]
-    answer, prompt = Simulation(ONE, arrivals, Seen()).run()
-    alone = Simulation(ONE, arrivals[:1], Seen()).run()[0]
-    lost = (answer.per_token - alone.per_token) * 39
-    assert lost == pytest.approx(ONE[0].prompt_token * 4000, rel=0.2)
-    assert prompt.end == prompt.first
-
-
-def test_an_answer_that_is_handed_over_waits_for_a_prompt_that_takes_whole_steps() -> None:
-    class Mixed(Silent):
-        def place(self, request: Request, now: float) -> tuple[int, int]:
-            return int(request.arrival.prompt_tokens > 1000), 1
-
-    arrivals = [Arrival(0.0, 16000, 1), Arrival(0.1, 100, 9)]
-    prompt, answer = Simulation(2 * ONE, arrivals, Mixed()).run()
-    assert answer.first == pytest.approx(prompt.first)
-    alone = Simulation(2 * ONE, arrivals[1:], Mixed()).run()[0]
-    assert alone.first_token < answer.first_token / 5
 
 
 def test_more_prompts_are_in_time_where_the_longest_are_put_off() -> None:
