@@ -21,15 +21,11 @@ from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.allreduce import multicast, names
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
-from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
-from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
-from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
-from vllm_commext.compat import allreduce as compat
 from vllm_commext.compat.tp_group import tensor_parallel
 
 MIB = 1 << 20
@@ -120,31 +116,6 @@ def check_every_backend(rank: Rank) -> Figures:
     return figures
 
 
-def check_odd_tensors(rank: Rank) -> Figures:
-    """Everything is served, whatever its shape and layout; what is laid out oddly stays so."""
-    rank.dispatcher.use_table(rank.table())
-    served = 0
-    for index, shape in enumerate(shapes()):
-        for dtype in ROUNDOFF:
-            case = rank.sum(index, shape, dtype)
-            plain = case.parts[rank.rank]
-            padded = torch.zeros(plain.numel() + 1, dtype=dtype, device="cuda")
-            padded[1:] = plain.view(-1)
-            layouts = [plain, padded[1:].view(plain.shape)]
-            if plain.dim() > 1:
-                layouts.append(plain.transpose(0, -1).contiguous().transpose(0, -1))
-                wide = torch.cat([plain, plain], dim=-1)
-                layouts.append(wide[..., : plain.shape[-1]])
-            for tensor in layouts:
-                out = rank.dispatcher.all_reduce(tensor)
-                assert out is not None, (shape, dtype)
-                assert out.stride() == torch.empty_like(tensor).stride(), (shape, dtype)
-                assert int(case.errors(out)) == 0, (shape, dtype, tensor.stride())
-                served += 1
-    assert rank.dispatcher.all_reduce(torch.ones(4, dtype=torch.int64, device="cuda")) is None
-    return {"served": served, "by": dict(rank.dispatcher.counts()[0])}
-
-
 def check_many_calls(rank: Rank) -> Figures:
     """Back to back, random sizes and dtypes, with ranks that come late at random."""
     rank.dispatcher.use_table(rank.table())
@@ -221,88 +192,6 @@ def check_unprepared_capture(rank: Rank) -> Figures:
     assert int(case.errors(out)) == 0
     assert rank.dispatcher.choice(tensor) == names.FLASHINFER_ONE_SHOT
     return {}
-
-
-def check_in_vllm(rank: Rank) -> Figures:
-    """vLLM's own op, with and without our dispatcher attached to its communicator."""
-    os.environ["VLLM_COMMEXT_ALLREDUCE"] = "1"
-    made = rank.dispatcher
-    made.use_table(rank.table())
-    compat.install()
-    vars(rank.communicator)[compat.ATTRIBUTE] = made
-    before = sum(made.counts()[0].values())
-    try:
-        for rows in (1, 50, 3000):
-            case = rank.sum(rows, (rows, 4096))
-            out = torch.ops.vllm.all_reduce(
-                case.parts[rank.rank], group_name=rank.group.unique_name
-            )
-            assert int(case.errors(out)) == 0
-    finally:
-        del vars(rank.communicator)[compat.ATTRIBUTE]
-    served = sum(made.counts()[0].values()) - before
-    assert served == 3
-    return {"served": served}
-
-
-def rows_that_tell(rank: Rank, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's rows of numbers whose sum depends on the order of additions."""
-    generator = torch.Generator("cuda").manual_seed(100 + rank.rank)
-    size = (rows, hidden)
-    wide = torch.randn(size, generator=generator, device="cuda")
-    return (wide * 10.0 ** torch.randint(-3, 4, size, generator=generator, device="cuda")).to(dtype)
-
-
-def same_rows(call: Any, rows: torch.Tensor) -> int:
-    """Batches in which each row had the same bits as in the whole: alone, in parts, with rows
-    before and after it."""
-    whole = call(rows).clone()
-    batches = 0
-    for begin, end in ((0, 1), (5, 6), (1, 18), (len(rows) - 100, len(rows))):
-        assert torch.equal(call(rows[begin:end].contiguous()), whole[begin:end]), (begin, end)
-        batches += 1
-    for padding in (1, 7, 300):
-        padded = torch.cat(
-            [
-                rows.new_ones(padding, rows.shape[1]),
-                rows[:50],
-                rows.new_zeros(9, 1).expand(9, rows.shape[1]),
-            ]
-        )
-        found = call(padded)[padding : padding + 50]
-        assert torch.equal(found, whole[:50]), padding
-        batches += 1
-    return batches
-
-
-def check_batch_invariant(rank: Rank) -> Figures:
-    """A row of our all-reduce and of the fused op has the same bits beside any others, eagerly and
-    in a graph, from one row to more than one launch takes."""
-    push = rank.dispatcher.backends[names.PUSH]
-    assert isinstance(push, PushBackend)
-    fused = PushFused(FusedKernels(push.memory, rank.collective), rank.world)
-    figures: Figures = {"batches": 0}
-    for dtype, hidden, rows in (
-        *((torch.bfloat16, 8192, 6000), (torch.float32, 2880, 777), (torch.float16, 64, 5000)),
-    ):
-        batch = rows_that_tell(rank, rows, hidden, dtype)
-        figures["batches"] += same_rows(push.all_reduce, batch)
-        shape = FusedShape(str(dtype).removeprefix("torch."), "float32", hidden, residual=False)
-        fused.prepare(shape)
-        weight = torch.rand(hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-
-        def norm(x: torch.Tensor, shape: Any = shape, weight: Any = weight) -> torch.Tensor:
-            return fused.run(shape, x, None, weight, 1e-6, None).out
-
-        figures["batches"] += same_rows(norm, batch)
-        for call in (push.all_reduce, norm):
-            want, few = call(batch)[:3].clone(), batch[:3].clone()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = call(few)
-            graph.replay()
-            assert torch.equal(out, want), "in a graph"
-    return figures
 
 
 def check_create_and_destroy(rank: Rank) -> Figures:

@@ -22,7 +22,6 @@ from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import (
-    GroupWorkspace,
     LamportWorkspace,
 )
 
@@ -352,15 +351,6 @@ def check_batch_invariant(rank: Rank) -> Figures:
     return {"batches": batches}
 
 
-def check_fallback(rank: Rank) -> Figures:
-    workspace = GroupWorkspace(None, "cuda")
-    rows = rank.minimax(13, 100)
-    q, k = rank.call(rows, workspace.handle)
-    error = max(ulps(q, rows.q_want), ulps(k, rows.k_want))
-    assert error <= 1, error
-    return {"ulps": error}
-
-
 def check_two_groups(rank: Rank) -> Figures:
     """Pairs of ranks, and all of them, one after the other; on four GPUs."""
     if rank.world < 4:
@@ -383,24 +373,6 @@ def check_two_groups(rank: Rank) -> Figures:
     pair.cleanup()
     everyone.cleanup()
     return {"calls": 3000}
-
-
-def check_compile(rank: Rank) -> Figures:
-    workspace = rank.workspace()
-    rows = rank.minimax(14, 40)
-
-    def layer(qkv: torch.Tensor) -> torch.Tensor:
-        q, k = qk_rms_norm(qkv * 1.0, rows.q_weight, rows.k_weight, workspace.handle, EPS)
-        return q.float().sum() + k.float().sum()
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    for tokens in (40, 13, 2):
-        torch.testing.assert_close(
-            compiled(rows.qkv[:tokens]), layer(rows.qkv[:tokens]), rtol=1e-3, atol=1.0
-        )
-    settle(workspace)
-    workspace.cleanup()
-    return {}
 
 
 CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())

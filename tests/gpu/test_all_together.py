@@ -76,6 +76,7 @@ pytestmark = [needs_gpus(2), pytest.mark.timeout(900)]
 class Cluster:
     """The servers: ``plain`` without ours, ``prefill``, ``decode``, ``proxy``."""
 
+    kind: str
     servers: Mapping[str, Server]
     side_channels: Sequence[int]
 
@@ -153,7 +154,7 @@ def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
     prefill, decode = ([servers[name].url] for name in ("prefill", "decode"))
     front = ProxyServer("proxy", prefill, decode, model.parent)
     servers["proxy"] = stack.enter_context(front)
-    return Cluster(servers, ports)
+    return Cluster(kind, servers, ports)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +172,11 @@ def cluster(
 
 
 def test_all_four_are_active(cluster: Cluster) -> None:
+    """And the norm has run, where the model has one that is ours."""
     for name in ("prefill", "decode"):
         assert cluster.servers[name].active() == CAPABILITIES
+    ran = "reduce_rms ran for MiniMax-M2" in cluster.servers["decode"].log_text()
+    assert ran == (cluster.kind == "minimax")
     assert not cluster.servers["plain"].active()
 
 

@@ -20,15 +20,14 @@ SUMMARIES = {  # of a run in which nothing was found
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
     "synccheck": "ERROR SUMMARY: 0 errors",
 }
-SCRIPTS = {  # and their checks; the last two need no library's kernels
-    "reduce_rms_ranks.py": ("first_call", "strides_and_single", "pieces"),
+SCRIPTS = {  # and their checks; the last needs no library's kernels
+    "reduce_rms_ranks.py": ("first_call", "strides_and_single"),
     "allreduce_ranks.py": ("every_backend",),
     "shared_gpu_ranks.py": ("all_reduce", "fused", "epilogues"),
-    "host_ranks.py": ("sums",),
 }
 CASES = [
     *(("memcheck", script) for script in SCRIPTS),
-    *((tool, script) for tool in ("racecheck", "synccheck") for script in list(SCRIPTS)[2:]),
+    *((tool, script) for tool in ("racecheck", "synccheck") for script in ("shared_gpu_ranks.py",)),
 ]
 
 pytestmark = [

@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 200
 CHECKS = (
     *("first_call", "exact", "same_statistics", "special_values", "many_calls", "chained_calls"),
     *("graphs", "strides_and_single", "missing_peer", "streams", "create_and_destroy"),
-    *("fallback", "two_groups", "compile", "batch_invariant"),
+    *("two_groups", "batch_invariant"),
 )
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(TIMEOUT_SECONDS + 60)]
