@@ -54,6 +54,13 @@ class Variants:
         self.collective = Collective.over(made.cpu_group)
         self.group, self._vllm = group, made
 
+    def use(self, table: Any) -> None:
+        """Follow another table, with the same backends."""
+        from vllm_commext.allreduce.dispatcher import Dispatcher
+
+        backends = list(self.dispatcher.backends.values())
+        self.dispatcher = Dispatcher(backends, self.dispatcher.world_size, table)
+
     def measure(self, options: Any) -> dict[str, Any]:
         from vllm_commext.allreduce.table import measure
 
@@ -219,7 +226,7 @@ def run_rank(args: argparse.Namespace) -> None:
             first = dataclasses.replace(options, samples=max(5, samples // 2))
             times = variants.measure(first)
             made = build_table(times, args.tp, "first pass")
-        variants.dispatcher.use_table(made)
+        variants.use(made)
         rows: list[Row] = []
         for dtype in args.dtype:
             rows += judge(variants, options, dtype)

@@ -78,6 +78,11 @@ class Rank:
         )
         return Table(self.world, dict.fromkeys(("bfloat16", "float16", "float32"), rows), "test")
 
+    def use(self, table: Table) -> None:
+        """Follow another table, with the same backends."""
+        backends = list(self.dispatcher.backends.values())
+        self.dispatcher = Dispatcher(backends, self.world, table)
+
     def sum(self, seed: int, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Sum:
         return Sum(seed, shape, dtype, self.world)
 
@@ -118,7 +123,7 @@ def check_every_backend(rank: Rank) -> Figures:
 
 def check_many_calls(rank: Rank) -> Figures:
     """Back to back, random sizes and dtypes, with ranks that come late at random."""
-    rank.dispatcher.use_table(rank.table())
+    rank.use(rank.table())
     numbers, mine = random.Random(7), random.Random(100 + rank.rank)
     pool = [
         rank.sum(index, shape, dtype)
@@ -142,7 +147,7 @@ def check_many_calls(rank: Rank) -> Figures:
 
 def check_graphs(rank: Rank) -> Figures:
     """Replays of several graphs, in an order that is random but the same, with eager calls."""
-    rank.dispatcher.use_table(rank.table())
+    rank.use(rank.table())
     cases = [
         rank.sum(index, (rows, 4096)) for index, rows in enumerate((1, 4, 32, 200, 1500, 5000))
     ]
@@ -181,7 +186,7 @@ def check_unprepared_capture(rank: Rank) -> Figures:
     if names.FLASHINFER_ONE_SHOT not in rank.dispatcher.backends:
         return {"skipped": "no FlashInfer"}
     rows = (Row(MIB, (names.FLASHINFER_ONE_SHOT, names.NCCL)),)
-    rank.dispatcher.use_table(Table(rank.world, {"bfloat16": rows}, "test"))
+    rank.use(Table(rank.world, {"bfloat16": rows}, "test"))
     case = rank.sum(1, (4, 1536))
     tensor = case.parts[rank.rank].clone()
     graph = torch.cuda.CUDAGraph()

@@ -149,14 +149,6 @@ class Dispatcher:
         self._plans: dict[tuple[torch.Size, torch.dtype], _Plan] = {}
         self._past: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
-    def use_table(self, table: Table) -> None:
-        """Switch tables; on all ranks at the same point."""
-        self._forget_plans()
-        self.table = table
-        self._policy = Policy(
-            {name: backend.takes for name, backend in self.backends.items()}, table, self._forced
-        )
-
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor | None":
         """Return the sum over all ranks in a fresh tensor laid out as `tensor`, or None.
 

@@ -143,17 +143,6 @@ def test_no_elements_need_no_backend() -> None:
     assert dispatcher.counts() == ({}, {})
 
 
-def test_another_table_is_followed_from_then_on_and_the_counts_go_on() -> None:
-    small, large = OneRank(SMALL), OneRank(LARGE)
-    dispatcher = made(small, large)
-    summed(dispatcher, [16])
-    other = Table(1, {"float32": (Row(64, (LARGE,)),)}, "another")
-    dispatcher.use_table(other)
-    assert dispatcher.table is other
-    summed(dispatcher, [16])
-    assert dispatcher.counts()[0] == {SMALL: 1, LARGE: 1}
-
-
 def test_no_more_plans_are_kept_than_the_bound_and_none_is_lost_from_the_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import distributed as dist
 
 from tests.kit.ports import free_port
-from vllm_commext.collective import Collective
-from vllm_commext.errors import ConfigError, UnsupportedError
+from vllm_commext.errors import ConfigError
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
 from vllm_commext.reduce_rms.workspace import GroupWorkspace, find
 
@@ -120,24 +119,12 @@ def in_a_group(rank: int, port: int, result: Connection) -> None:
     workspace = GroupWorkspace()
     qkv, q_weight, k_weight = rows_and_weights(6, seed=rank)
     q, k = OPS.qk_rms_norm(qkv, q_weight, k_weight, workspace.handle, EPS)
-
-    def step() -> int:
-        if rank == 1:
-            raise ValueError("no room")
-        return rank
-
-    problem = ""
-    try:
-        Collective.over(None).run(step)
-    except UnsupportedError as error:
-        problem = str(error)
-    numbers = Collective.over(None).run(lambda: rank * 10)
-    result.send((q.numpy(), k.numpy(), problem, numbers))
+    result.send((q.numpy(), k.numpy()))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_ranks_add_their_sums_and_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_add_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     port = free_port()
     context = multiprocessing.get_context("fork")
@@ -167,6 +154,3 @@ def test_ranks_add_their_sums_and_fail_together(monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(
                 torch.from_numpy(results[rank][place]).double(), wanted[rank], rtol=1e-5, atol=1e-6
             )
-    for *_, problem, numbers in results:
-        assert problem == "rank 1: ValueError: no room"
-        assert numbers == [0, 10, 20]
