@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 TORCH = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # FLASHINFER_CONFIDENTIAL_COMPUTE is left alone, for it also changes how FlashInfer shares its
 # workspace; ours asks for `trtllm` by name, which has no multicast.
-DEFAULTS: Mapping[str, str] = {
+IN_VLLM: Mapping[str, str] = {  # which together keep vLLM's collectives from it
     "NCCL_NVLS_ENABLE": "0",
     TORCH: "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }
+DEFAULTS: Mapping[str, str] = {**IN_VLLM, "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def keep_off(environ: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:

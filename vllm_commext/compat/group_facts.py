@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.allreduce import multicast
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.facts import Facts, agree_about
@@ -21,12 +22,6 @@ MOST_RANKS = 8
 ONE_PARENT = "mp"  # vLLM's executor that starts all workers of a host by itself
 SETTINGS = ("allreduce", "reduce_rms")  # toggles whose names begin so matter
 DTYPES = ("bfloat16", "float16", "float32")
-# What keeps vLLM, FlashInfer, torch and NCCL from multicast, all together.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-}
 _agreed: "list[tuple[ProcessGroup, Facts | UnsupportedError]]" = []
 
 
@@ -62,7 +57,7 @@ def _settings() -> tuple[str, ...]:
 
 def _has_multicast(device: "torch.device") -> bool:
     """True where the GPU has multicast by the driver's word, and vLLM may use it."""
-    if all(os.environ.get(name) == value for name, value in NO_MULTICAST.items()):
+    if all(os.environ.get(name) == value for name, value in multicast.IN_VLLM.items()):
         return False
     from vllm_commext.gpu.launch import check
 

@@ -25,12 +25,10 @@ def vllm_version() -> str:
     """
     try:
         import vllm
-    except ModuleNotFoundError as error:
-        if error.name == "vllm":
-            raise UnsupportedError("vLLM is not installed") from error
-        raise UnsupportedError(f"vLLM cannot be imported ({error})") from error
     except ImportError as error:
-        raise UnsupportedError(f"vLLM cannot be imported ({error})") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "vllm"
+        why = "is not installed" if missing else f"cannot be imported ({error})"
+        raise UnsupportedError(f"vLLM {why}") from error
     return vllm.__version__
 
 
