@@ -73,6 +73,32 @@ GONE = {
 """Options of earlier releases: what to use instead."""
 
 
+_LEFT_OFF = {
+    "affinity": "balance by load alone, whichever engine may hold the beginning of a prompt",
+    "resume": "end streams with an error where their decode engine is lost",
+    "move": "let streams end at a decode engine that drains",
+}
+_CHOSEN = {
+    "stream_chunks": (
+        MODES,
+        "concurrent prefill and decode, so that D reads while P computes: auto (wherever the "
+        "engines can) or never",
+    ),
+    "placement": (
+        PLACEMENTS,
+        "adaptive: both steps at one engine, or one at each of two, by measured speed and the "
+        "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
+        "auto: adaptive where an engine takes both steps, else fixed",
+    ),
+    "prompt_order": (
+        ORDERS,
+        "in which order prompts go to an engine that computes others: short ones before long "
+        "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
+        "--ttft-ms",
+    ),
+}
+
+
 class _Gone(argparse.Action):
     """Ends the command at an option that is gone."""
 
@@ -119,19 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="an engine that takes either step (kv_role kv_both), or both of one request",
     )
-    add(
-        "--host",
-        default=ProxyConfig.host,
-        metavar="ADDRESS",
-        help="to listen on; default: %(default)s",
-    )
+    for name, meaning in (("host", "to listen on"), ("admin_host", "of the admin port")):
+        default, told = getattr(ProxyConfig, name), f"{meaning}; default: %(default)s"
+        add(_flag(name), default=default, metavar="ADDRESS", help=told)
     add("--port", type=int, default=ProxyConfig.port, help="0: any free port; default: %(default)s")
-    add(
-        "--admin-host",
-        default=ProxyConfig.admin_host,
-        metavar="ADDRESS",
-        help="of the admin port; default: %(default)s",
-    )
     add(
         "--admin-port",
         type=int,
@@ -145,9 +162,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--access-log", action="store_true", help="log a line for every request that ends")
     add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
-    _add_placement(add)
+    for name, meaning in _LEFT_OFF.items():
+        add(f"--no-{name}", dest=name, action="store_false", help=meaning)
+    for name, (choices, meaning) in _CHOSEN.items():
+        default, told = getattr(ProxyConfig, name), f"{meaning}; default: %(default)s"
+        add(_flag(name), choices=choices, default=default, help=told)
     for option in fields(ProxyConfig):
-        name = "--" + option.name.removesuffix(_UNIT).replace("_", "-")
+        name = _flag(option.name.removesuffix(_UNIT))
         if "file" in option.metadata:
             add(name, default="", metavar="FILE", help=option.metadata["file"])
         if "help" in option.metadata:
@@ -161,48 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def _add_placement(add: Callable[..., None]) -> None:
-    add(
-        "--no-affinity",
-        dest="affinity",
-        action="store_false",
-        help="balance by load alone, whichever engine may hold the beginning of a prompt",
-    )
-    add(
-        "--no-resume",
-        dest="resume",
-        action="store_false",
-        help="end streams with an error where their decode engine is lost",
-    )
-    add(
-        "--no-move",
-        dest="move",
-        action="store_false",
-        help="let streams end at a decode engine that drains",
-    )
-    add(
-        "--stream-chunks",
-        choices=MODES,
-        default=ProxyConfig.stream_chunks,
-        help="concurrent prefill and decode, so that D reads while P computes: auto (wherever the "
-        "engines can) or never; default: %(default)s",
-    )
-    add(
-        "--placement",
-        choices=PLACEMENTS,
-        default=ProxyConfig.placement,
-        help="adaptive: both steps at one engine, or one at each of two, by measured speed and the "
-        "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
-        "auto: adaptive where an engine takes both steps, else fixed; default: %(default)s",
-    )
-    add(
-        "--prompt-order",
-        choices=ORDERS,
-        default=ProxyConfig.prompt_order,
-        help="in which order prompts go to an engine that computes others: short ones before long "
-        "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
-        "--ttft-ms; default: %(default)s",
-    )
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def run(args: argparse.Namespace) -> int:
