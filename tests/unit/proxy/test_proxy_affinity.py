@@ -208,17 +208,13 @@ async def test_what_an_engine_holds_of_a_prompt_is_no_work_while_it_computes_the
     text = "w" * 40_000  # 10,000 tokens
     released = asyncio.Event()
 
-    async def held_up(call: Any) -> None:
-        await released.wait()
-        await kit.prefill_ok(call)
-
     async def ask(cluster: Any, more: str) -> str:
         return (await cluster.ask({"prompt": text + more})).headers["X-Commext-Prefill"]
 
     async with kit.cluster(2, 1) as cluster:
         first = await ask(cluster, "")
         for engine in cluster.prefill:
-            engine.behave = held_up
+            engine.behave = kit.held(released, kit.prefill_ok)
         asked = [asyncio.create_task(ask(cluster, str(number))) for number in range(4)]
         await kit.until(
             lambda: sum(len(engine.calls) for engine in cluster.prefill) == 5, "all requests"

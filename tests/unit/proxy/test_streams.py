@@ -1,5 +1,5 @@
 """Requests that go to both engines at once: when, what each engine is told, and what becomes of the
-other one if one of them fails."""
+other one if one of them fails or is lost."""
 
 import asyncio
 import json
@@ -60,6 +60,25 @@ async def decode(call: Any) -> None:
 
 def params_of(call: Any) -> Any:
     return call.body.get("kv_transfer_params")
+
+
+def refusing(status: int) -> Any:
+    """A decode engine that reads no stream."""
+
+    async def behave(call: Any) -> None:
+        if "stream_key" in params_of(call):
+            await call.answer(status, b'{"error": {"message": "no"}}')
+        else:
+            await decode(call)
+
+    return behave
+
+
+async def whole_only(call: Any) -> None:
+    """A decode engine that waits for streams for ever."""
+    if "stream_key" in (params_of(call) or {}):
+        await asyncio.Event().wait()
+    await decode(call)
 
 
 async def ways(cluster: Any) -> dict[str, int]:
@@ -132,13 +151,7 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
-        async def refusing(call: Any) -> None:
-            if "stream_key" in params_of(call):
-                await call.answer(status, b'{"error": {"message": "no"}}')
-            else:
-                await decode(call)
-
-        decoding.behave = refusing
+        decoding.behave = refusing(status)
         path, answer = await ask(cluster)
         assert path == "two-step"
         assert answer.count(b"data: ") == 4
@@ -153,13 +166,7 @@ async def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
 
-        async def waiting(call: Any) -> None:
-            if params_of(call) is None:
-                await decode(call)
-            else:
-                await asyncio.Event().wait()
-
-        decoding.behave = waiting
+        decoding.behave = whole_only
         prefill.behave = kit.answering(500, b"{}")
         path, _ = await ask(cluster)
         assert path == "local-prefill"
@@ -237,12 +244,6 @@ async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(k
     async with running(kit, health_interval_seconds=60.0) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         (engine,) = cluster.proxy.pools[0].engines
-
-        async def whole_only(call: Any) -> None:
-            if "stream_key" in params_of(call):
-                await asyncio.Event().wait()
-            await decode(call)
-
         prefill.behave, decoding.behave = answering(remote_port=5601), whole_only
         for ways_taken in ({"several": 1}, {"several": 1, "not_known": 1}):
             assert (await ask(cluster))[0] == "two-step"
@@ -273,12 +274,7 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         await ask(cluster)
         (engine,) = cluster.proxy.pools[0].engines
         may_answer = asyncio.Event()
-
-        async def late(call: Any) -> None:
-            await may_answer.wait()
-            await answering()(call)
-
-        prefill.behave = late
+        prefill.behave = kit.held(may_answer, answering())
         asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
         await kit.until(lambda: len(prefill.calls) == 1 + len(asked), "all requests")
         assert engine.num_waiting == MAX_WAITING
@@ -294,15 +290,8 @@ async def test_after_a_stream_that_failed_the_prefill_engine_is_asked_again_what
     kit: Any,
 ) -> None:
     """As it knows after its first step that its model is not streamed."""
-
-    async def refusing(call: Any) -> None:
-        if "stream_key" in params_of(call):
-            await call.answer(500, b'{"error": {"message": "no"}}')
-        else:
-            await decode(call)
-
     async with running(kit) as cluster:
-        cluster.decode[0].behave = refusing
+        cluster.decode[0].behave = refusing(500)
         (engine,) = cluster.proxy.pools[0].engines
         cluster.prefill[0].streams = False
         assert engine.capabilities.streams
@@ -391,3 +380,68 @@ async def test_cached_tokens_are_the_prefill_engines(
         expected = 520 if cached is None else cached
         assert json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
         assert json.loads(line)["choices"][0]["text"] == text
+
+
+DEAD = b'{"error": {"message": "EngineCore encountered an issue"}}'
+
+
+@pytest.mark.parametrize("end", ["it ends", "its core has died"])
+@pytest.mark.parametrize("num_prefill", [1, 2])
+async def test_when_a_prefill_engine_is_lost_the_decode_engine_goes_on(
+    kit: Any, num_prefill: int, end: str
+) -> None:
+    """What it has read counts there alone."""
+    async with running(kit, num_prefill=num_prefill, health_interval_seconds=60.0) as cluster:
+        (decoding,), may_answer = cluster.decode, asyncio.Event()
+
+        async def dying(call: Any) -> None:
+            (one,) = (one for one in cluster.prefill if call in one.calls)
+            one.health_status = 503
+            if end == "its core has died":
+                await call.answer(500, DEAD)
+            asyncio.get_running_loop().call_later(0.3, may_answer.set)
+
+        for engine in cluster.prefill:
+            engine.behave = dying
+        decoding.behave = kit.held(may_answer, decode)
+        path, answer = await ask(cluster)
+        assert path == "streamed"
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert [len(one.calls) for one in cluster.decode] == [1]
+        assert sum(len(one.calls) for one in cluster.prefill) == 1
+        assert await ways(cluster) == {"alone": 1}
+
+
+async def test_a_prefill_engine_that_lives_is_not_taken_for_lost(kit: Any) -> None:
+    """It has closed a connection: another one computes the prompt, and the decode engine is let
+    go, which could wait for long for one that has never begun."""
+    async with running(kit, num_prefill=2, health_interval_seconds=60.0) as cluster:
+        (decoding,), (first, second) = cluster.decode, cluster.prefill
+
+        async def once(call: Any) -> None:
+            if first.calls and second.calls:
+                await answering()(call)
+
+        first.behave = second.behave = once
+        decoding.behave = whole_only
+        assert (await ask(cluster))[0] == "two-step"
+        await kit.until(lambda: decoding.num_left == 1, "the decode engine to be left")
+        assert await ways(cluster) == {"again": 1}
+
+
+async def test_a_decode_engine_that_does_not_go_on_has_the_request_begun_anew(kit: Any) -> None:
+    options = {"health_interval_seconds": 60.0, "affinity": True}
+    async with running(kit, num_prefill=2, **options) as cluster:
+        (decoding,), (first, second) = cluster.decode, cluster.prefill
+
+        async def dying(call: Any) -> None:
+            if first.calls and second.calls:
+                await answering()(call)
+            else:
+                (first if first.calls else second).health_status = 503
+
+        first.behave = second.behave = dying
+        decoding.behave = refusing(500)
+        assert (await ask(cluster))[0] == "two-step"
+        asked = [params_of(call) for engine in (first, second) for call in engine.calls]
+        assert sorted("stream_key" in one for one in asked) == [False, True]
