@@ -56,7 +56,7 @@ def send_http_garbage(url: str, rng: random.Random) -> None:
 def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> list[str]:
     """Malformed NIXL notifications from a process of their own; why they were not sent."""
     host, port, engine_id = where
-    arguments = [host, str(port), engine_id, str(seed), str(count)]
+    arguments = ["ours", host, str(port), engine_id, str(seed), str(count)]
     environ = {**os.environ, **CPU_ENVIRON}
     if host != "127.0.0.1":
         environ.pop("UCX_NET_DEVICES")

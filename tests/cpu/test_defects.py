@@ -25,7 +25,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.kit import cluster
+from tests.kit import ROOT, cluster
 from tests.kit.parity import Completion, CompletionError, complete, prefill
 from tests.kit.servers import (
     CPU_ENVIRON,
@@ -216,10 +216,10 @@ def test_garbage_and_other_versions_and_ranks_leave_the_side_channel_serving(
 
 
 def test_malformed_notifications_leave_the_engine_serving(expendable: Pair) -> None:
-    script = Path(__file__).with_name("foreign_agent.py")
-    place = [KIND, LOOPBACK, str(expendable.side_channel_port), ENGINE_ID]
+    command = [sys.executable, "-m", "tests.chaos.rogue", KIND, LOOPBACK]
+    command += [str(expendable.side_channel_port), ENGINE_ID]
     environ = {**os.environ, **CPU_ENVIRON}
-    subprocess.run([sys.executable, script, *place], env=environ, check=True, timeout=300)
+    subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=300)
     assert expendable.disaggregated() == RIGHT
 
 

@@ -24,19 +24,10 @@ CONNECTOR = "CommextNixlConnector"
 # minute a server.
 # The data type is named because vLLM's "auto" turns float32 weights into bfloat16.
 ENGINE_ARGS = (
-    "--enforce-eager",
-    "--dtype",
-    "float32",
-    "--block-size",
-    str(BLOCK_SIZE),
-    "--max-model-len",
-    str(MAX_MODEL_LEN),
-    "--max-num-seqs",
-    "16",
-    "--num-gpu-blocks-override",
-    str(NUM_BLOCKS),
+    *("--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_SIZE)),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),
+    *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
 )
-
 
 # vLLM's queue keeps a core busy for each worker for a second after every message, and all the while
 # that a prefilled request waits for its reader: on two cores the other servers wait for it.
@@ -47,10 +38,6 @@ PLAIN_ENVIRON = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_NIXL": "0", **QUEUE_ENVIRON}
 # A loaded machine with two cores answers late; how soon somebody gives up is not what is shown.
 HANDSHAKE_SECONDS = 60.0
 PATIENT_PROXY_ARGS = ("--health-timeout", "60")
-
-
-def _names(model: Path | str) -> list[str]:
-    return ["--served-model-name", MODEL_NAME, str(model)]
 
 
 def kv_transfer_config(
@@ -82,27 +69,32 @@ def kv_transfer_config(
     return config
 
 
+def _server(
+    name: str,
+    model: Path | str,
+    folder: Path,
+    *,
+    environ: Mapping[str, str | None],
+    more: Mapping[str, str | None] | None,
+    args: Sequence[str] = (),
+    **options: Any,
+) -> VllmServer:
+    args = [*ENGINE_ARGS, "--served-model-name", MODEL_NAME, str(model), *args]
+    environ = {**environ, **(more or {})}
+    return VllmServer(name, model, folder, args=args, environ=environ, **options)
+
+
 def plain_server(
     name: str,
     model: Path | str,
     folder: Path,
     *,
-    tensor_parallel_size: int = 1,
-    port: int | None = None,
-    args: Sequence[str] = (),
     environ: Mapping[str, str | None] | None = None,
+    **options: Any,
 ) -> VllmServer:
     """A server as it would be without this package: the plugin switched off, no connector.
-    ``environ`` wins over that."""
-    return VllmServer(
-        name,
-        model,
-        folder,
-        port=port,
-        tensor_parallel_size=tensor_parallel_size,
-        args=[*ENGINE_ARGS, *_names(model), *args],
-        environ={"VLLM_COMMEXT": "0", **(environ or {})},
-    )
+    ``environ`` wins over that; ``options`` go to ``VllmServer``, as they do below."""
+    return _server(name, model, folder, environ={"VLLM_COMMEXT": "0"}, more=environ, **options)
 
 
 def engine_server(
@@ -111,23 +103,13 @@ def engine_server(
     folder: Path,
     config: Mapping[str, Any],
     *,
-    tensor_parallel_size: int = 1,
-    port: int | None = None,
-    args: Sequence[str] = (),
     environ: Mapping[str, str | None] | None = None,
+    **options: Any,
 ) -> VllmServer:
     """A prefill or decode server with ``config`` as its ``--kv-transfer-config``; ``args`` and
     ``environ`` win over the common ones."""
-    return VllmServer(
-        name,
-        model,
-        folder,
-        port=port,
-        tensor_parallel_size=tensor_parallel_size,
-        kv_transfer_config=config,
-        args=[*ENGINE_ARGS, *_names(model), *args],
-        environ={**QUEUE_ENVIRON, **(environ or {})},
-    )
+    options["kv_transfer_config"] = config
+    return _server(name, model, folder, environ=QUEUE_ENVIRON, more=environ, **options)
 
 
 @contextmanager

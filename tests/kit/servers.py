@@ -79,22 +79,17 @@ GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
 
 class Supervisor(Protocol):
-    """A server's supervisor process: of ``subprocess.Popen``, what is needed here. The server ends
-    when ``stdin`` is closed."""
+    """The part of ``subprocess.Popen`` that is needed. The server ends when ``stdin`` is closed."""
 
     @property
     def pid(self) -> int: ...
 
     @property
-    def stdin(self) -> IO[bytes] | None:
-        """A pipe that nothing is written to."""
-        ...
+    def stdin(self) -> IO[bytes] | None: ...
 
     def poll(self) -> int | None: ...
 
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status; raises ``subprocess.TimeoutExpired``."""
-        ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 def start_program(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Supervisor:
@@ -118,11 +113,8 @@ class ServerEndedError(CommextError, RuntimeError):
 
 
 class Server:
-    """One HTTP server as a child process under a supervisor (see ``supervisor.py``).
-
-    Attributes: ``name`` (for messages), ``url`` (no slash at the end), ``log_path`` (standard
-        output and error).
-    """
+    """One HTTP server as a child process under a supervisor (see ``supervisor.py``); its log holds
+    standard output and error."""
 
     def __init__(
         self,
@@ -150,7 +142,6 @@ class Server:
         self._started = 0.0
 
     def start(self) -> None:
-        """Start the process; does not wait for it."""
         if self._supervisor is not None:
             raise ServerEndedError(f"{self.name}: already started")
         self._started = time.monotonic()
@@ -226,7 +217,6 @@ class Server:
         return status
 
     def log_text(self) -> str:
-        """Everything the server has written so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def active(self) -> set[str]:
@@ -240,7 +230,6 @@ class Server:
         return list(islice(dict.fromkeys(named), num))
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
-        """The last lines the server has written."""
         return "\n".join(self.log_text().splitlines()[-num_lines:])
 
     def wait_for_log(self, text: str, seconds: float, start: int = 0) -> str:
@@ -276,9 +265,7 @@ class Server:
 class VllmServer(Server):
     """``vllm serve`` with this interpreter.
 
-    ``args`` are added to the command line; ``environ`` is laid over ``base_environ``
-    (``CPU_ENVIRON`` unless told otherwise, so that GPU servers pass their own), a value of None
-    takes a variable away.
+    ``environ`` is laid over ``base_environ``; a value of None takes a variable away.
     """
 
     def __init__(
@@ -292,38 +279,27 @@ class VllmServer(Server):
         kv_transfer_config: Mapping[str, Any] | None = None,
         args: Sequence[str] = (),
         environ: Mapping[str, str | None] | None = None,
-        base_environ: Mapping[str, str | None] | None = None,
+        base_environ: Mapping[str, str | None] = CPU_ENVIRON,
         ready_seconds: float = READY_SECONDS,
     ) -> None:
         chosen = free_port() if port is None else port
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        command += [
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(chosen),
-            "--tensor-parallel-size",
-            str(tensor_parallel_size),
-        ]
+        command += ["--host", LOOPBACK, "--port", str(chosen)]
+        command += ["--tensor-parallel-size", str(tensor_parallel_size)]
         if kv_transfer_config is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
-        base = CPU_ENVIRON if base_environ is None else base_environ
-        if base is CPU_ENVIRON and "--data-parallel-size" in args:
-            base = {**base, **ANY_NODE}
-        super().__init__(
-            name,
-            [*command, *args],
-            folder,
-            port=chosen,
-            environ={**base, **(environ or {})},
-            ready_seconds=ready_seconds,
-        )
+        base = dict(base_environ)
+        if base_environ is CPU_ENVIRON and "--data-parallel-size" in args:
+            base |= ANY_NODE
+        environ = {**base, **(environ or {})}
+        command += args
+        super().__init__(name, command, folder, port=chosen, environ=environ)
+        self.ready_seconds = ready_seconds
         self.model = str(model)
 
 
 class ProxyServer(Server):
-    """``vllm-commext proxy`` in front of prefill and decode servers, given by their URLs. values:
-    those of its configuration that have no option."""
+    """``vllm-commext proxy``. ``values``: those of its configuration that have no option."""
 
     def __init__(
         self,
@@ -336,7 +312,6 @@ class ProxyServer(Server):
         args: Sequence[str] = (),
         values: Mapping[str, float] | None = None,
         environ: Mapping[str, str | None] | None = None,
-        ready_seconds: float = 60.0,
     ) -> None:
         chosen = free_port() if port is None else port
         program = ["-m", "vllm_commext", "proxy"]
@@ -347,11 +322,5 @@ class ProxyServer(Server):
         for option, urls in (("--prefill", prefill_urls), ("--decode", decode_urls)):
             for url in urls:
                 command += [option, url]
-        super().__init__(
-            name,
-            [*command, *args],
-            folder,
-            port=chosen,
-            environ=environ,
-            ready_seconds=ready_seconds,
-        )
+        command += args
+        super().__init__(name, command, folder, port=chosen, environ=environ, ready_seconds=60.0)

@@ -72,18 +72,12 @@ class SplitScenario(Scenario):
             f"starting a single server without this package, with tensor parallel size {size}, "
             "for reference"
         )
-        return VllmServer(
+        return cluster.plain_server(
             f"single-tp{size}",
             self.model,
             self.options.folder,
             tensor_parallel_size=size,
-            args=[
-                *cluster.ENGINE_ARGS,
-                *("--served-model-name", cluster.MODEL_NAME),
-                *self.model_args(),
-                *self.decode_args,
-            ],
-            environ={"VLLM_COMMEXT": "0"},
+            args=[*self.model_args(), *self.decode_args],
         )
 
     def send_all(self, proxy: Server, decode: Server) -> None:
