@@ -45,11 +45,7 @@ def parser() -> argparse.ArgumentParser:
         help="decode engines cache prefixes and offer blocks to one another: streams that move are "
         "read from the engine that drains",
     )
-    parser.add_argument(
-        "--adaptive",
-        action="store_true",
-        help="requests that the proxy places",
-    )
+    parser.add_argument("--adaptive", action="store_true", help="requests that the proxy places")
     parser.add_argument(
         "--gpus",
         nargs=2,

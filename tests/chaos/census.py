@@ -32,11 +32,9 @@ class Census:
     """Sums over a server's processes.
 
     Attributes:
-        pids: the processes.
         descriptors: open file descriptors.
-        threads: threads.
-        heap_bytes: resident private memory, without what is mapped from files or shared.
-        kinds: the descriptors by what they are, e.g. "socket" or "anon_inode".
+        heap_bytes: resident private memory, without mapped files and shared memory.
+        kinds: descriptors by kind, e.g. "socket" or "anon_inode".
     """
 
     pids: frozenset[int]

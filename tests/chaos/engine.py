@@ -13,17 +13,11 @@ class Engine:
     """An engine of a run.
 
     Attributes:
-        name: for logs.
-        role: ``PREFILL`` or ``DECODE``.
-        http_port: where the proxy expects it.
-        engine_id: its id for the connector.
-        side_channel_port: where it serves its side channel.
-        policy: vLLM's policy for loads that fail.
+        policy: vLLM's for loads that fail.
         generation: how often it was started.
-        running: the server's process that runs now.
         pids: its processes once it was ready.
-        baseline: what it held when it had served its first requests.
-        heap_bytes: its private memory after each fault since its start.
+        baseline: the census after its first requests.
+        heap_bytes: private memory after each fault since its start.
     """
 
     name: str
@@ -40,17 +34,14 @@ class Engine:
 
     @property
     def server(self) -> VllmServer:
-        """The process that runs now."""
         assert self.running is not None, "not started"
         return self.running
 
     def start(self, server: VllmServer) -> None:
-        """Start it, of which nothing is known yet."""
         self.running, self.baseline, self.heap_bytes = server, None, []
         server.start()
 
     def wait_ready(self) -> None:
-        """Wait until it serves."""
         self.server.wait_ready()
         self.pids = frozenset(self.server.pids())
 

@@ -54,20 +54,13 @@ FOREIGN: tuple[Mapping[str, Any], ...] = (
 
 @dataclass
 class Scene:
-    """What a fault works on.
-
-    Attributes:
-        testbed: the servers.
-        load: where answers of the fault's own requests are judged.
-        rng: for the choices within the fault.
-    """
+    """A fault's surroundings; the load judges answers of the fault's own requests."""
 
     testbed: Testbed
     load: Load
     rng: random.Random
 
     def reference(self) -> Completion:
-        """One of the known prompts with its right answer."""
         return self.rng.choice(self.load.references)
 
     def prefill(self, reference: Completion) -> dict[str, Any]:

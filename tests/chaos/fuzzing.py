@@ -43,15 +43,12 @@ CONFIG = ConnectorConfig(
 
 @dataclass(frozen=True)
 class Growth:
-    """What a run of garbage has left behind.
+    """A run of garbage, and the growth since its first tenth.
 
     Attributes:
-        num_sent: frames or notifications sent.
-        num_refused: those that were counted as not valid or as fitting nothing.
-        heap_bytes: more of the C heap in use than after the first tenth.
-        num_blocks: more blocks of the interpreter's heap.
-        num_threads: more threads.
-        num_descriptors: more file descriptors.
+        num_refused: frames or notifications counted as not valid or as fitting nothing.
+        heap_bytes: of the C heap.
+        num_blocks: of the interpreter's heap.
     """
 
     num_sent: int

@@ -20,13 +20,7 @@ MAX_RECOVERY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request.
-
-    Attributes:
-        seconds: how long it took.
-        completion: what came with status 200, else None.
-        error: what came instead.
-    """
+    """One request's end: a ``completion`` with status 200, or an ``error``."""
 
     seconds: float
     completion: Completion | None
@@ -40,8 +34,7 @@ class Recovery:
     Attributes:
         attempts: requests until the first good one that was read from the prefill engine.
         seconds: from the peer's return to that request's end.
-        succeeded: there was such a request.
-        why: what came last instead of it.
+        why: the last answer instead of it.
     """
 
     attempts: int

@@ -40,7 +40,6 @@ NUMBERS = re.compile(r"[0-9a-f-]{8,}|\d+")
 
 
 def make_prompts(num_prompts: int, seed: int) -> list[tuple[int, ...]]:
-    """Prompts of random lengths and tokens."""
     rng = random.Random(seed)
     return [
         tuple(rng.choice(PRINTABLE) for _ in range(rng.choice(LENGTHS))) for _ in range(num_prompts)
@@ -97,18 +96,10 @@ class Load:
     """Constant load on the proxy by a few clients.
 
     Attributes:
-        url: the proxy.
-        known: what is asked for.
-        seed: for the order of the requests.
         max_tokens: how long answers are; with more than ``MAX_TOKENS`` these are the shortest, and
             most of them are streams.
         least_seconds: what an answer of ``MAX_TOKENS`` may take.
-        pause_seconds: what each client waits between an answer and its next request.
         salts: what engines cache of a request is for no other one.
-        running: where streams run.
-        verdicts: answers by verdict.
-        errors: error answers by what they said, shortened.
-        samples: details of wrong and late answers.
     """
 
     url: str
@@ -156,7 +147,6 @@ class Load:
         return not self._busy.total()
 
     def go_on(self) -> None:
-        """Send requests again."""
         self._go.set()
 
     def stop(self) -> bool:

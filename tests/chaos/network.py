@@ -19,15 +19,7 @@ class NetworkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of virtual network devices, one end in a namespace of its own.
-
-    Attributes:
-        namespace: name of the namespace.
-        near: device of the end here.
-        far: device of the end there.
-        near_address: IPv4 address of the end here.
-        far_address: IPv4 address of the end there.
-    """
+    """A pair of virtual network devices with IPv4 addresses; the far one is in the namespace."""
 
     namespace: str
     near: str

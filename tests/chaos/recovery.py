@@ -25,8 +25,6 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
     counted at the same time nothing is proven, and one more is sent.
 
     Args:
-        testbed: the servers.
-        load: has the references, and judges.
         back: when the peer came back, in seconds of ``time.monotonic``.
     """
     attempts = 1

@@ -20,11 +20,9 @@ class Relay:
     """Passes on what comes to its port.
 
     Attributes:
-        target: host and port that connections are passed on to.
-        port: the relay's own port on loopback.
+        port: the relay's own, on loopback.
         slow: pass on ``CHUNK_BYTES`` each ``CHUNK_SECONDS``.
         cut: take bytes and pass on none.
-        num_connections: connections taken so far.
     """
 
     target: tuple[str, int]
@@ -35,7 +33,6 @@ class Relay:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def serve(self, listener: socket.socket) -> None:
-        """Take connections until the relay is stopped."""
         listener.settimeout(POLL_SECONDS)
         while not self._stop.is_set():
             try:
@@ -68,7 +65,6 @@ class Relay:
 
 @contextlib.contextmanager
 def relay_to(host: str, port: int) -> Iterator[Relay]:
-    """A relay in front of ``host``:``port`` as long as the context lasts."""
     relay = Relay((host, port))
     with socket.create_server((LOOPBACK, 0)) as listener:
         relay.port = listener.getsockname()[1]

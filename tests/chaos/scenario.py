@@ -36,11 +36,8 @@ class Scenario:
     Attributes:
         seed: everything that is drawn follows from it.
         num_requests: requests of the load that there must be at least.
-        num_faults: faults.
-        kinds: kinds of faults.
         num_clients: requests at a time.
-        pause_seconds: what each client waits between an answer and its next request.
-        num_prompts: known prompts.
+        pause_seconds: of each client between an answer and its next request.
         namespaces: put the prefill engine into a network namespace, where the machine permits.
         plain_reference: take the right answers of a server without connector, else of the
             prefill engine before the first fault.
@@ -96,14 +93,7 @@ class Scenario:
 
 
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
-    """Run it; every server has ended when this returns.
-
-    Args:
-        scenario: how.
-        model: folder of the model.
-        folder: where the servers' logs go.
-        say: takes a line about each fault.
-    """
+    """Run it; every server has ended when this returns. ``say`` takes a line about each fault."""
     record = RunRecord({**vars(scenario), "kinds": len(scenario.kinds)})
     kinds = list(scenario.kinds)
     with ExitStack() as stack:

@@ -15,11 +15,9 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        name: what it is called in schedules and reports.
-        meaning: what happens, for the report.
         kills: the engine that it ends, "" for none.
-        needs_namespace: it needs the prefill engine in a network namespace of its own.
-        needs_streams: it is one for prompts that are read while they are computed.
+        needs_namespace: the prefill engine must be in a network namespace of its own.
+        needs_streams: prompts must be read while they are computed.
         needs_spares: another engine has to take over meanwhile.
     """
 
@@ -68,14 +66,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault to come.
-
-    Attributes:
-        number: its place in the run, from 1.
-        kind: one of ``KINDS``.
-        delay_seconds: how long the load runs undisturbed before it.
-        seed: for the choices within it.
-    """
+    """One fault to come, after ``delay_seconds`` of undisturbed load; ``number`` is from 1."""
 
     number: int
     kind: str

@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.census import (
-    MAX_MORE_BYTES,
-    MAX_MORE_DESCRIPTORS,
-    Census,
-    growth,
-    leak,
-    settled,
-)
+from tests.chaos.census import MAX_MORE_BYTES, MAX_MORE_DESCRIPTORS, Census, growth, leak, settled
 from tests.chaos.faults import ACTIONS
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, first, judge
 from tests.chaos.report import FaultRecord, RunRecord, as_markdown, failures

@@ -19,13 +19,7 @@ from tests.kit import CORRUPTING_MODULE, ROOT, cluster, fixed_cache
 from tests.kit.fleet import AdminPort
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.parity import complete
-from tests.kit.servers import (
-    CPU_ENVIRON,
-    CUDA_ENVIRON,
-    LOOPBACK,
-    ProxyServer,
-    free_port,
-)
+from tests.kit.servers import CPU_ENVIRON, CUDA_ENVIRON, LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
 from vllm_commext.proxy.choice import KINDS
 from vllm_commext.proxy.resume import Resume
@@ -86,9 +80,7 @@ class Testbed:
     """All servers of one run.
 
     Attributes:
-        model: folder of the model.
-        folder: where logs go.
-        link: the link to the prefill engine's namespace, None where all is on loopback.
+        link: to the prefill engine's namespace, None where all is on loopback.
         policy: the decode engine's first policy; each of its restarts takes the other one.
         connector: of decode engines; one that does damage has to make the run fail.
         with_spares: each role has a second engine, which faults come to only by ``aim``, and the
@@ -179,7 +171,6 @@ class Testbed:
         return f"{role}{int(is_spare)}", f"{role}{int(not is_spare)}"
 
     def signal(self, role: str, number: signal.Signals) -> None:
-        """Send a signal to all processes of an engine."""
         self.engines[role].server.signal_all(number)
 
     def restart(self, role: str, *, as_another: bool) -> None:
@@ -198,7 +189,6 @@ class Testbed:
             complete(self._url(engine), cluster.MODEL_NAME, [1, 2, 3, 1, 2, 3], max_tokens=2)
 
     def metrics(self, role: str) -> Metrics:
-        """An engine's metrics now."""
         return scrape(self.url(role))
 
     def failed_loads(self) -> float:
@@ -240,7 +230,6 @@ class Testbed:
         return Counter({str(result): count for result, count in counts.items() if count})
 
     def proxy_metrics(self) -> Metrics:
-        """The proxy's metrics now."""
         return scrape(self.proxy_url)
 
     def deaths(self) -> list[str]:

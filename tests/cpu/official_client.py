@@ -42,10 +42,7 @@ def _user(text: str) -> list[Any]:
 
 
 def _tool(name: str = "paint") -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": Paint.model_json_schema()},
-    }
+    return {"type": "function", "function": {"name": name, "parameters": Paint.model_json_schema()}}
 
 
 FORCED = {"tools": [_tool()], "tool_choice": {"type": "function", "function": {"name": "paint"}}}

@@ -13,14 +13,7 @@ from tests.kit import cluster
 from tests.kit.composed import ATOL, NIXL, OWN, Cluster, check, prompts
 from tests.kit.installed import VLLM
 from tests.kit.metrics import scrape
-from tests.kit.parity import (
-    PREFILL_PARAMS,
-    Completion,
-    CompletionError,
-    compare,
-    complete,
-    post,
-)
+from tests.kit.parity import PREFILL_PARAMS, Completion, CompletionError, compare, complete, post
 from tests.kit.servers import ServerEndedError
 from tests.kit.tiny_blip import image_url, write_tiny_blip
 from tests.kit.tiny_lora import write_lora

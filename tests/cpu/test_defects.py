@@ -27,13 +27,7 @@ import zmq
 
 from tests.kit import ROOT, cluster
 from tests.kit.parity import Completion, CompletionError, complete, prefill
-from tests.kit.servers import (
-    CPU_ENVIRON,
-    LOOPBACK,
-    ServerEndedError,
-    VllmServer,
-    free_port,
-)
+from tests.kit.servers import CPU_ENVIRON, LOOPBACK, ServerEndedError, VllmServer, free_port
 from vllm_commext.nixl.wire.messages import PROTOCOL_VERSION
 
 KIND = os.environ.get("COMMEXT_TEST_CONNECTOR", "ours")

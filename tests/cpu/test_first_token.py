@@ -251,8 +251,7 @@ def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, ki
 
 
 @pytest.mark.parametrize(
-    "length",
-    [1, 2, cluster.BLOCK_SIZE, cluster.BLOCK_SIZE + 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 5],
+    "length", [1, 2, cluster.BLOCK_SIZE, cluster.BLOCK_SIZE + 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 5]
 )
 def test_a_prompt_of_any_length(servers: Servers, length: int) -> None:
     dice = random.Random(length)

@@ -51,12 +51,7 @@ def servers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         config = cluster.kv_transfer_config("kv_both")
         environ = {"PYTHONPATH": str(ROOT), **LAYOUT}  # one state of this package in both
         made[name] = cluster.engine_server(
-            name,
-            model,
-            folder,
-            config,
-            args=options(kind),
-            environ=environ,
+            name, model, folder, config, args=options(kind), environ=environ
         )
     made["other"].command[0] = OTHER
     with cluster.all_ready(made.values()):

@@ -168,10 +168,7 @@ def test_devices_of_different_networks(
 
 
 def test_a_running_engine_of_two_ranks(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers as it answers decode engines, and goes on; it has no secret here."""
     monkeypatch.delenv("COMMEXT_NIXL_SECRET")

@@ -183,19 +183,12 @@ def servers(
                 "decode",
                 "kv_consumer",
                 [],
-                {
-                    "connector": "UndatedNixlConnector",
-                    "module_path": "tests.kit.undated_connector",
-                },
+                {"connector": "UndatedNixlConnector", "module_path": "tests.kit.undated_connector"},
             ),
         )
     )
     proxy = ProxyServer(
-        "proxy",
-        [prefill.url],
-        [decode.url],
-        folder,
-        args=cluster.PATIENT_PROXY_ARGS,
+        "proxy", [prefill.url], [decode.url], folder, args=cluster.PATIENT_PROXY_ARGS
     )
     with cluster.all_ready([*plain, prefill, decode]), proxy:
         made = Servers(models, plain, prefill, decode, proxy, *files)

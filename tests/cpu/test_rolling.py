@@ -286,10 +286,7 @@ def wait_for_streams(server: VllmServer) -> None:
 @pytest.mark.skipif(not OTHER.python, reason="`make rolling` names the other")
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
 def test_an_upgrade_need_not_wait_for_long_answers(
-    model: Path,
-    tmp_path: Path,
-    long_answers: Sequence[tuple[Mapping[str, Any], Any]],
-    moves: bool,
+    model: Path, tmp_path: Path, long_answers: Sequence[tuple[Mapping[str, Any], Any]], moves: bool
 ) -> None:
     """Of a prefill and two decode engines, from another vLLM to this one."""
     admin, seconds = fleet.AdminPort(tmp_path), dict[str, tuple[float, ...]]()

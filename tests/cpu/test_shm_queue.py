@@ -46,10 +46,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             kind,
             model,
             folder,
-            cluster.kv_transfer_config(
-                "kv_both",
-                extra={"host_copy": kind == "theirs"},
-            ),
+            cluster.kv_transfer_config("kv_both", extra={"host_copy": kind == "theirs"}),
             tensor_parallel_size=TP,
             # Two steps a prompt, both to be copied: the last token by itself, as it is where the
             # others have been read.

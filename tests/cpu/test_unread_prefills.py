@@ -65,11 +65,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with (
         cluster.all_ready([plain, *engines]),
         ProxyServer(
-            "proxy",
-            [engines[0].url],
-            [engines[1].url],
-            folder,
-            args=cluster.PATIENT_PROXY_ARGS,
+            "proxy", [engines[0].url], [engines[1].url], folder, args=cluster.PATIENT_PROXY_ARGS
         ) as proxy,
     ):
         yield Servers(plain, *engines, proxy)

@@ -28,10 +28,7 @@ COSTS: Mapping[str, set[str]] = {
     SUMS: {"allreduce"},
 }
 CHANGES: Mapping[str, Mapping[str, str]] = {
-    IR: {
-        r"\bvllm\.ir\b": "vllm.irs",
-        r"^(\s*from vllm import .*)\bir\b": r"\1irs as ir",
-    },
+    IR: {r"\bvllm\.ir\b": "vllm.irs", r"^(\s*from vllm import .*)\bir\b": r"\1irs as ir"},
     STATES: {r"\bmamba_type\b": "state_type", r"\bmamba_cache_mode\b": "state_cache_mode"},
     STEP: {r"\b_process_engine_step\b": "_take_a_step"},
     REUSE: {r"\bunpin_blocks\b": "give_up_blocks"},

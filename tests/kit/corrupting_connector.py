@@ -59,12 +59,10 @@ class CorruptingNixlConnector(CommextNixlConnector):
         logger.warning("this connector damages every load on purpose: it is for tests only")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Remember the cache that is to be damaged."""
         super().register_kv_caches(kv_caches)
         self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Remember where each load goes."""
         step = self._get_connector_metadata()
         if isinstance(step, StepMetadata):
             for load in step.loads:
@@ -74,7 +72,6 @@ class CorruptingNixlConnector(CommextNixlConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Damage what was received."""
         results = super().get_transfer_results(finished_req_ids)
         self._damage(results.finished_recving)
         return results
@@ -107,7 +104,6 @@ class LeakingNixlConnector(CommextNixlConnector):
     kept: ClassVar[list[bytes]] = []
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Leak."""
         results = super().get_transfer_results(finished_req_ids)
         self.kept.extend(os.urandom(1 << 20) for _ in results.failed_recving or ())
         return results

@@ -114,7 +114,7 @@ def _ask_known(url: str, known: Sequence[Completion], number: int) -> str:
 
 
 class Routing:
-    """A proxy whose engines and their roles are those of a file."""
+    """A proxy that reads its engines and their roles from a file."""
 
     def __init__(
         self,
@@ -162,11 +162,9 @@ class AdminPort:
             look()
 
     def begin_drain(self, url: str) -> None:
-        """No more work for an engine."""
         self._ask("drain", url)
 
     def undrain(self, url: str) -> None:
-        """The engine, or another one in its place, gets work again."""
         self._ask("undrain", url)
 
     def in_flight(self) -> dict[str, int]:

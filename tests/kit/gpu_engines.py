@@ -27,11 +27,7 @@ class EngineKind:
 
     Attributes:
         chunk_tokens: tokens of a prompt that they compute in one step.
-        args: further arguments of ``vllm serve``.
-        mapped_reads: the connector's option.
         connector: the decode engine's, and where its class is, unless it is the package's own.
-        cache_bytes: size of the KV cache.
-        ready_seconds: how long an engine may take to start.
         beside: another connector, after ours in a ``MultiConnector``.
     """
 
@@ -45,7 +41,6 @@ class EngineKind:
 
 
 def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """Seeded prompts of bytes."""
     numbers = random.Random(0)
     return [[numbers.randrange(256) for _ in range(num_tokens)] for _ in range(num_prompts)]
 

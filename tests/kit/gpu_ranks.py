@@ -29,11 +29,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Outcome(NamedTuple):
-    """What the ranks came to.
+    """The end of all ranks.
 
     Attributes:
         lines: each check's line of JSON, by the check's name.
-        text: all that rank 0 wrote.
+        text: rank 0's output.
         codes: exit statuses in the order of ranks; negative for those that had to be killed.
     """
 
@@ -49,8 +49,6 @@ def run_ranks(
 
     Args:
         script: prints a line of JSON a check on rank 0.
-        world_size: ranks.
-        checks: names for the script.
         seconds: for rank 0; the others have `GRACE_SECONDS` more.
         under: a command that is to run each rank, such as a sanitizer's.
     """
@@ -77,12 +75,6 @@ def run_ranks(
 
 
 class HasCollective(Protocol):
-    """What a script's checks are given.
-
-    Attributes:
-        collective: of the ranks.
-    """
-
     collective: "Collective"
 
 
@@ -96,8 +88,7 @@ def run_checks(
     the line of JSON of each: its name, the seconds it took, figures, and each rank's error.
 
     Args:
-        given: to every check.
-        checks: by name; what they return are rank 0's figures.
+        checks: by name; they return rank 0's figures.
         wanted: names, or none for all.
     """
     import torch
@@ -142,10 +133,8 @@ def run_as_ranks(
 
     Args:
         script: its parser has `add_rank_arguments`; rank 0 writes the results.
-        arguments: those that the program was given.
-        world_size: ranks.
         seconds: for all of them.
-        more: variables of their environment, besides those that every group of ranks has.
+        more: variables of their environment.
 
     Returns:
         1 where a rank failed or had to be killed, else 0.

@@ -163,8 +163,6 @@ class Fleet:
 
     Args:
         kinds: in the order in which they are asked for.
-        folder: where their files are.
-        layout: of each.
         side_by_side: how many kinds have engines at a time.
     """
 

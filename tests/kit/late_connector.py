@@ -24,7 +24,6 @@ class LateNixlConnector(CommextNixlConnector):
     _kept: tuple[Load, ...] = ()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Keep new loads back, or begin all."""
         step = self._get_connector_metadata()
         if isinstance(step, StepMetadata):
             loads = [*self._kept, *step.loads]

@@ -34,7 +34,6 @@ def kernel() -> ctypes.CDLL:
 def run_kernel(
     arguments: ctypes.Structure, num_blocks: int, num_workers: int = 2, seed: int = 0
 ) -> None:
-    """One launch, to its end."""
     run_calls(kernel(), ctypes.byref(arguments), [num_blocks], num_workers, seed)
 
 
@@ -77,7 +76,6 @@ class HostDevice:
         self._waiting[slab.address] = arguments
 
     def is_done(self, slab: HostSlab) -> bool:
-        """Run what is waited for."""
         if self.is_held:
             return False
         arguments = self._waiting.pop(slab.address)
@@ -111,7 +109,6 @@ class HostDevice:
         return address
 
     def unmap(self, address: int) -> None:
-        """One user less."""
         assert self.opened[address] > 0
         self.opened[address] -= 1
 

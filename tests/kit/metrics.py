@@ -46,7 +46,6 @@ class Metrics:
         return sum(found)
 
     def names(self) -> list[str]:
-        """The names of all samples, sorted."""
         return sorted({name for name, _ in self.samples})
 
     def minus(self, earlier: Metrics) -> Metrics:
@@ -85,7 +84,6 @@ def _key(called: str) -> Key:
 
 
 def scrape(url: str, timeout_seconds: float = 60.0) -> Metrics:
-    """Fetch and read ``url``/metrics."""
     with urlopen(f"{url}/metrics", timeout=timeout_seconds) as response:
         return parse(response.read().decode())
 

@@ -76,7 +76,6 @@ def _draw(rng: random.Random, num_tokens: int) -> Prompt:
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)
 
 

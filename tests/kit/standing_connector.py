@@ -30,7 +30,6 @@ class StandingNixlConnector(CommextNixlConnector):
     _num_steps = 0
 
     def wait_for_save(self) -> None:
-        """Stand still after a step, before the next one."""
         super().wait_for_save()
         file = Path(os.environ[STANDS])
         self._num_steps = self._num_steps + 1 if file.exists() else 0

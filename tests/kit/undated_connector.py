@@ -35,7 +35,6 @@ class UndatedNixlConnector(late_connector.LateNixlConnector):
         side.forget_computed = forget_computed
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Renew the leases of what is kept back."""
         step = self._get_connector_metadata()
         if isinstance(step, StepMetadata) and not Path(os.environ[LOADS_BEGIN]).exists():
             step.waits += [

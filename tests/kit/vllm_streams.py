@@ -14,10 +14,8 @@ class Stream:
 
     Attributes:
         tokens: id and text of each; a text may be empty.
-        is_chat: of a chat.
         usage: "" for none, "last", or "each" event's.
         with_ids: events carry the token ids.
-        finish_reason: of the last event.
     """
 
     tokens: Sequence[tuple[int, str]]

@@ -15,11 +15,7 @@ from tests.kit.demo.scenario import (
     one_at_a_time,
 )
 from tests.kit.parity import Completion
-from tests.kit.prompts import (
-    PrefixCache,
-    almost_the_same,
-    prompt_set,
-)
+from tests.kit.prompts import PrefixCache, almost_the_same, prompt_set
 from tests.kit.servers import Server
 
 NUM_REPEATED = 8

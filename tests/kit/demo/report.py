@@ -32,7 +32,6 @@ class Noise:
 
     @classmethod
     def none(cls, num_prompts: int) -> Noise:
-        """Answers must be equal to the bit."""
         return cls((True,) * num_prompts, 0.0)
 
     @classmethod
@@ -54,7 +53,6 @@ class Noise:
         return NOISE_MARGIN * self.max_logprob
 
     def of(self, places: Sequence[int]) -> Noise:
-        """The same, for some of the prompts."""
         return replace(self, agrees=tuple(self.agrees[place] for place in places))
 
     def at_least(self, other: Noise) -> Noise:
@@ -135,12 +133,10 @@ class Pass:
 
     @property
     def num_equal(self) -> int:
-        """Requests with equal tokens, and logprobs within the tolerance."""
         return sum(difference.equal for difference in self.differences)
 
     @property
     def max_logprob(self) -> float:
-        """Largest difference of a logprob, nats."""
         return max(difference.max_logprob for difference in self.differences)
 
     def claim_equal(self, noise: Noise) -> Claim:
@@ -184,8 +180,6 @@ class Pass:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must hold, whether it did, and the numbers."""
-
     text: str
     held: bool
     detail: str

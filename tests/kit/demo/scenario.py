@@ -82,7 +82,6 @@ class Scenario(ABC):
         return all(claim.held for claim in self.claims)
 
     def write_model(self) -> Path:
-        """The folder of the model that all servers serve."""
         self.say(f"writing a tiny model, logs in {self.options.folder}")
         return write_tiny_model(self.options.folder / "model", self.options.kind)
 
@@ -91,7 +90,6 @@ class Scenario(ABC):
         print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
 
     def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer]:
-        """Start both engines at the same time."""
         self.say(f"starting a prefill and a decode server, {self._sizes()}")
         prefill = self.engine("prefill", "kv_producer")
         decode = self.engine("decode", "kv_consumer")
@@ -109,7 +107,6 @@ class Scenario(ABC):
         return f"with tensor parallel size {prefill} and {decode}"
 
     def engine(self, name: str, role: str) -> VllmServer:
-        """A server with the connector, not started."""
         options, is_prefill = self.options, role == "kv_producer"
         return cluster.engine_server(
             name,
@@ -124,7 +121,6 @@ class Scenario(ABC):
         return KINDS[self.options.kind].cpu_options
 
     def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
-        """A ready proxy in front of both."""
         self.say("starting the proxy")
         proxy = ProxyServer(
             "proxy",

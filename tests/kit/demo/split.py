@@ -67,7 +67,6 @@ class SplitScenario(Scenario):
         )
 
     def plain_server(self, size: int) -> VllmServer:
-        """A server without this package, not started."""
         self.say(
             f"starting a single server without this package, with tensor parallel size {size}, "
             "for reference"
@@ -81,7 +80,6 @@ class SplitScenario(Scenario):
         )
 
     def send_all(self, proxy: Server, decode: Server) -> None:
-        """One at a time, then at once."""
         self.prompt_bytes, self.source = self.bytes_of_a_prompt(proxy, decode)
         passes: list[tuple[str, Noise, Callable[[str, Sequence[Prompt]], list[Completion]]]] = [
             ("one at a time", self.quiet, one_at_a_time),
