@@ -6,10 +6,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not b
 
 import torch
 
+from tests.kit.threads import outcomes, together
 from vllm_commext.collective import Collective
 from vllm_commext.errors import CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.shm import collectives
@@ -28,8 +28,6 @@ from vllm_commext.shm.ring import PeerLostError, QueueCancelledError, RingReader
 
 from .collective_child import exchange_by_files
 
-T = TypeVar("T")
-CHILD = Path(__file__).with_name("collective_child.py")
 SECONDS = 60.0
 DTYPES = sorted(SUMMABLE, key=str)
 
@@ -52,49 +50,25 @@ def exchange_among(world_size: int) -> Callable[[int], Callable[[Any], list[Any]
     return of_rank
 
 
-class Ranks:
-    """The ranks of one group, each with a thread of its own."""
-
-    def __init__(self, world_size: int) -> None:
-        exchange = exchange_among(world_size)
-        self.pools = [ThreadPoolExecutor(1) for _ in range(world_size)]
-        self.groups: list[RingGroup] = self.all(
-            lambda rank: RingGroup.connect(Collective(rank, world_size, exchange(rank)))
-        )
-
-    def all(self, call: Callable[[int], T]) -> list[T]:
-        """What each rank's call returns."""
-        futures = [pool.submit(call, rank) for rank, pool in enumerate(self.pools)]
-        return [future.result(SECONDS) for future in futures]
-
-    def errors(self, call: Callable[[int], object]) -> list[BaseException | None]:
-        """What each rank's call raises."""
-        futures = [pool.submit(call, rank) for rank, pool in enumerate(self.pools)]
-        return [future.exception(SECONDS) for future in futures]
-
-    def end(self) -> None:
-        for group in self.groups:
-            group.close()
-        for pool in self.pools:
-            pool.shutdown()
-
-
 @contextmanager
-def ranks_of(world_size: int) -> Iterator[Ranks]:
-    ranks = Ranks(world_size)
+def ranks_of(world_size: int) -> Iterator[list[RingGroup]]:
+    """The ranks of one group; each call of all of them is in threads of its own."""
+    exchange = exchange_among(world_size)
+    groups = together(
+        lambda rank: RingGroup.connect(Collective(rank, world_size, exchange(rank))), world_size
+    )
     try:
-        yield ranks
+        yield groups
     finally:
-        ranks.end()
+        for group in groups:
+            group.close()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    """Of each size, all examples of a test after one another."""
-    made = {size: Ranks(size) for size in (2, 3, 4)}
-    yield made
-    for each in made.values():
-        each.end()
+def ranks() -> Iterator[dict[int, list[RingGroup]]]:
+    """Groups by their size, for all examples of a test."""
+    with ranks_of(2) as two, ranks_of(3) as three, ranks_of(4) as four:
+        yield {2: two, 3: three, 4: four}
 
 
 def ours_in_dev_shm() -> set[str]:
@@ -152,17 +126,17 @@ def oracle_sum(parts: list[Any]) -> Any:
 @settings(max_examples=150)
 @given(st.data(), st.integers(2, 4), st.sampled_from(DTYPES), st.sampled_from([8, 64, 1 << 20]))
 def test_a_sum_has_the_oracles_bits_at_every_rank(
-    ranks: dict[int, Ranks], data: st.DataObject, size: int, dtype: Any, limit: int
+    ranks: dict[int, list[RingGroup]], data: st.DataObject, size: int, dtype: Any, limit: int
 ) -> None:
     given_to = tensors(data, size, dtype)
     expected = oracle_sum([each.clone() for each in given_to])
 
     def call(rank: int) -> None:
-        group = ranks[size].groups[rank]
+        group = ranks[size][rank]
         group._limit_bytes = limit  # many pieces of a small tensor
         group.all_reduce(given_to[rank])
 
-    ranks[size].all(call)
+    together(call, size)
     for found in given_to:
         assert found.shape == expected.shape
         assert torch.equal(found, expected)
@@ -171,19 +145,19 @@ def test_a_sum_has_the_oracles_bits_at_every_rank(
 @settings(max_examples=60)
 @given(st.data(), st.integers(2, 4), st.sampled_from([*DTYPES, torch.bool]), st.integers(8, 99))
 def test_a_gather_has_all_ranks_tensors_in_order(
-    ranks: dict[int, Ranks], data: st.DataObject, size: int, dtype: Any, limit: int
+    ranks: dict[int, list[RingGroup]], data: st.DataObject, size: int, dtype: Any, limit: int
 ) -> None:
     given_to = tensors(data, size, dtype)
 
     def call(rank: int) -> Any:
-        group = ranks[size].groups[rank]
+        group = ranks[size][rank]
         group._limit_bytes = limit
         output = torch.empty(size * given_to[rank].numel(), dtype=dtype)
         group.all_gather(output, given_to[rank])
         return output
 
     expected = torch.cat([each.reshape(-1) for each in given_to])
-    assert all(torch.equal(found, expected) for found in ranks[size].all(call))
+    assert all(torch.equal(found, expected) for found in together(call, size))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -191,16 +165,16 @@ def test_long_tensors_go_through_small_rings(size: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(collectives, "LARGEST_RING_BYTES", 64 << 10)
     values = [torch.randn(300_000) for _ in range(size)]
     expected = oracle_sum(values)
-    with ranks_of(size) as ranks:
-        assert {group._limit_bytes for group in ranks.groups} == {16 << 10}
+    with ranks_of(size) as groups:
+        assert {group._limit_bytes for group in groups} == {16 << 10}
 
         def call(rank: int) -> torch.Tensor:
             found = values[rank].clone()
-            ranks.groups[rank].all_reduce(found)
+            groups[rank].all_reduce(found)
             return found
 
         for _ in range(3):
-            assert all(torch.equal(found, expected) for found in ranks.all(call))
+            assert all(torch.equal(found, expected) for found in together(call, size))
 
 
 def test_nothing_is_left_in_dev_shm_once_connected() -> None:
@@ -209,14 +183,16 @@ def test_nothing_is_left_in_dev_shm_once_connected() -> None:
         assert ours_in_dev_shm() == before
 
 
-def test_an_output_of_another_size_is_refused_and_harms_nobody(ranks: dict[int, Ranks]) -> None:
-    group = ranks[2].groups[0]
+def test_an_output_of_another_size_is_refused_and_harms_nobody(
+    ranks: dict[int, list[RingGroup]],
+) -> None:
+    group = ranks[2][0]
     with pytest.raises(ValueError, match=r"expected a contiguous tensor of 2 x 3 elements"):
         group.all_gather(torch.empty(5), torch.empty(3))
     with pytest.raises(ValueError, match=r"with strides \(1, 2\)"):
         group.all_gather(torch.empty(3, 2).t(), torch.empty(3))
     values = [torch.ones(3), torch.ones(3)]
-    ranks[2].all(lambda rank: ranks[2].groups[rank].all_reduce(values[rank]))
+    together(lambda rank: ranks[2][rank].all_reduce(values[rank]), 2)
     assert values[0].tolist() == [2, 2, 2]
 
 
@@ -231,16 +207,16 @@ def test_an_output_of_another_size_is_refused_and_harms_nobody(ranks: dict[int, 
 def test_ranks_that_do_not_do_the_same_hear_of_it(
     call: Callable[[RingGroup], None], what: str
 ) -> None:
-    with ranks_of(2) as ranks:
+    with ranks_of(2) as groups:
         calls = [lambda group: group.all_reduce(torch.ones(4)), call]
-        errors = ranks.errors(lambda rank: calls[rank](ranks.groups[rank]))
+        errors = outcomes(lambda rank: calls[rank](groups[rank]), 2)
         # Whoever sees it first ends the group, which may be what the other one hears of.
         assert all(isinstance(each, (ProtocolError, PeerLostError)) for each in errors)
         (told, *_) = [str(each) for each in errors if isinstance(each, ProtocolError)]
         assert what in told
         assert "all ranks must make the same calls" in told
         with pytest.raises((QueueCancelledError, PeerLostError)):
-            ranks.groups[0].all_reduce(torch.ones(4))
+            groups[0].all_reduce(torch.ones(4))
 
 
 def sum_twice(group: RingGroup) -> None:
@@ -252,16 +228,16 @@ def sum_twice(group: RingGroup) -> None:
 def test_a_rank_that_does_not_come_is_named_until_the_wait_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with ranks_of(2) as ranks:
-        ranks.groups[0].timeout_seconds, ranks.groups[0]._interval = 0.3, 0.1
+    with ranks_of(2) as groups:
+        groups[0].timeout_seconds, groups[0]._interval = 0.3, 0.1
         with (
             caplog.at_level(logging.INFO, "vllm.commext.shm"),
             pytest.raises(CommextTimeoutError, match="rank 1: nothing within the timeout"),
         ):
-            ranks.groups[0].all_reduce(torch.ones(4))
+            groups[0].all_reduce(torch.ones(4))
         assert f"rank 1, writer (pid {os.getpid()}, alive" in caplog.text
         with pytest.raises(PeerLostError, match="has shut down its end"):
-            sum_twice(ranks.groups[1])
+            sum_twice(groups[1])
 
 
 @pytest.mark.parametrize("step", ["create", "attach"])
@@ -279,14 +255,13 @@ def test_what_one_rank_lacks_is_told_at_all_and_nothing_remains(
     monkeypatch.setattr(owner, step, fail_once)
     chosen: list[Any] = [None]
     exchange = exchange_among(3)
-    with ThreadPoolExecutor(3) as pool:
 
-        def call(rank: int) -> None:
-            if rank == 1:
-                chosen[0] = threading.current_thread()
-            RingGroup.connect(Collective(rank, 3, exchange(rank)))
+    def call(rank: int) -> None:
+        if rank == 1:
+            chosen[0] = threading.current_thread()
+        RingGroup.connect(Collective(rank, 3, exchange(rank)))
 
-        errors = [future.exception(SECONDS) for future in [pool.submit(call, r) for r in range(3)]]
+    errors = outcomes(call, 3)
     assert [type(error) for error in errors] == [UnsupportedError] * 3
     assert {str(error) for error in errors} == {"rank 1: MemoryError: no room in /dev/shm"}
     assert ours_in_dev_shm() == before

@@ -5,11 +5,10 @@ Each travels through a queue to a reader that also has to answer for what comes 
 """
 
 import collections
-import enum
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,8 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.shm.queue import MessageQueue
+
+from .test_steps import Colour, Name, Number, Pair
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 LARGE = 9_000  # elements of what goes out of band
@@ -273,23 +274,6 @@ def test_nested_tensors_arrive_or_are_refused(ends: Ends) -> None:
     assert reader.dequeue(timeout=30) == "next"
 
 
-class Pair(NamedTuple):
-    one: Any
-    other: Any
-
-
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-class Text(str):
-    pass
-
-
-class Number(int):
-    pass
-
-
 class Bytes(bytes):
     pass
 
@@ -300,7 +284,7 @@ class Array(bytearray):
 
 OBJECTS: list[Any] = [
     *(True, 1, 1.0, -0.0, float("inf"), 2**63, -(2**63), 2**200, 1j, Ellipsis, NotImplemented),
-    *(Colour.RED, Number(3), Text("a"), "\ud800\udc00", "\udfff", "", "a\0b"),
+    *(Colour.RED, Number(3), Name("a"), "\ud800\udc00", "\udfff", "", "a\0b"),
     *(b"", bytearray(), Bytes(b"x" * 20_000), Array(b"x" * 20_000), memoryview, range(3), slice(1)),
     *((), Pair(1, [2]), [], {}, set(), frozenset((1,)), collections.deque([1], 5)),
     collections.OrderedDict(b=1, a=2),

@@ -239,10 +239,20 @@ def test_a_full_dev_shm_is_an_exception_with_a_remedy() -> None:
     assert left == "1"
 
 
-@pytest.mark.parametrize("capacity", [0, -4096, 2048, 4097, 12288, 1 << 31])
-def test_an_impossible_capacity_is_refused(capacity: int) -> None:
-    with pytest.raises(ValueError, match="capacity: expected"):
-        segment_bytes(capacity, 1)
+@pytest.mark.parametrize(
+    ("capacity", "n_readers", "complaint"),
+    [
+        *(
+            (capacity, 1, "capacity: expected")
+            for capacity in (0, -4096, 2048, 4097, 12288, 1 << 31)
+        ),
+        *((4096, number, "n_readers: expected") for number in (0, -1, MAX_READERS + 1)),
+    ],
+)
+def test_an_impossible_segment_is_refused(capacity: int, n_readers: int, complaint: str) -> None:
+    segment_bytes(4096, MAX_READERS)
+    with pytest.raises(ValueError, match=complaint):
+        segment_bytes(capacity, n_readers)
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
@@ -261,10 +271,3 @@ def test_a_ring_takes_a_sixteenth_of_what_is_free_and_no_more() -> None:
     assert found == [1 << 20, 2 << 20]
     assert capacity_for(1 << 30, 1 << 40, LARGEST_RING_BYTES) == LARGEST_RING_BYTES == 16 << 20
     assert capacity_for((64 << 10) + 1, 1 << 40) == 128 << 10
-
-
-@pytest.mark.parametrize("n_readers", [0, -1, MAX_READERS + 1])
-def test_an_impossible_number_of_readers_is_refused(n_readers: int) -> None:
-    segment_bytes(4096, MAX_READERS)
-    with pytest.raises(ValueError, match="n_readers: expected"):
-        segment_bytes(4096, n_readers)
