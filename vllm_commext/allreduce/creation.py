@@ -56,7 +56,6 @@ def _flashinfer(parts: Parts, table: Table | None) -> Sequence[Backend]:
 
 
 def _largest(table: Table | None, name: str, otherwise: int) -> int:
-    """The largest message for which the backend comes first, in bytes."""
     if table is None:
         return otherwise
     led = (table.leads_up_to(dtype, name) for dtype in table.rows)
@@ -70,7 +69,6 @@ def _makers(
     wanted: Sequence[str],
     most_bytes: int,
 ) -> dict[str, Maker]:
-    """A maker for each family of backends wanted, in an order that all ranks share."""
     makers: dict[str, Maker] = {}
     if parts.custom is not None and names.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
@@ -184,12 +182,10 @@ class Requirements:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the engine's largest message; 0 where unknown."""
         return self.facts.max_tokens * self.facts.hidden * ITEM_BYTES[self.facts.dtype]
 
 
 def why_none(required: Requirements) -> str:
-    """Reason why a group gets no dispatcher; empty where it gets one."""
     facts = required.facts
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"

@@ -47,7 +47,6 @@ class Message:
 
 
 def message_of(tensor: "torch.Tensor") -> Message:
-    """The tensor's shape and dtype."""
     return Message(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 

@@ -46,7 +46,6 @@ SELF_TEST_ROWS = (1, 32, 512)  # about both ends of a table
 
 
 def dispatcher_of(communicator: Any) -> "Dispatcher | None":
-    """The dispatcher of one of vLLM's communicators, where it has one."""
     return vars(communicator).get(ATTRIBUTE)
 
 

@@ -48,7 +48,6 @@ def replaced() -> int:
 
 
 def quantised() -> int:
-    """Number of those that give numbers of 8 bits."""
     return sum(_absorbed)
 
 
@@ -83,7 +82,6 @@ class FusedNormPass(InductorPass):
         )
 
     def uuid(self) -> str:
-        """Identity for inductor's cache."""
         return identity()
 
 
@@ -175,7 +173,6 @@ def identity() -> str:
 
 
 def place(passes: Sequence[Any]) -> int:
-    """Position of ours among vLLM's passes."""
     kinds = [type(each).__name__ for each in passes]
     return max((index + 1 for index, kind in enumerate(kinds) if kind in EARLIER), default=0)
 

@@ -67,7 +67,6 @@ def _has_multicast(device: "torch.device") -> bool:
 
 
 def read(config: Any, device: "torch.device") -> Facts:
-    """Read this rank's record."""
     import torch
     from vllm import envs
 

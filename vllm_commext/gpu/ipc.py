@@ -37,7 +37,6 @@ def round_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def cuda_runtime() -> Any:
-    """Import the bindings of the CUDA runtime."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -54,7 +53,6 @@ def forget_error() -> None:
 
 
 def export_handle(address: int) -> bytes:
-    """Return a handle for other processes of this host to map the allocation there."""
     runtime = cuda_runtime()
     handle = check(runtime.cudaIpcGetMemHandle(address), "exporting device memory")
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
@@ -104,7 +102,6 @@ def allocate(num_bytes: int, fill: int = 0) -> int:
 
 
 def write(address: int, content: bytes) -> None:
-    """Copy from the host into device memory."""
     runtime = cuda_runtime()
     source = (ctypes.c_char * len(content)).from_buffer_copy(content)
     kind = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
@@ -124,7 +121,6 @@ def read(address: int, num_bytes: int) -> bytes:
 
 
 def free(address: int) -> None:
-    """Give back what `allocate` returned, as far as CUDA lets."""
     with contextlib.suppress(UnsupportedError):
         check(cuda_runtime().cudaFree(address), "freeing")
 
@@ -170,10 +166,6 @@ class IpcBuffer:
         for rank, (_, handle) in enumerate(offers):
             if rank != self.rank:
                 self.peer_ptrs[rank] = open_handle(handle, f"rank {rank}")
-
-    def serialize(self) -> list[int]:
-        """The addresses in `peer_ptrs`, in the order of ranks."""
-        return list(self.peer_ptrs)
 
     def _close_peers(self) -> None:
         for rank, address in enumerate(self.peer_ptrs):
@@ -222,7 +214,6 @@ class PinnedMemory:
         self.content: npt.NDArray[np.uint8] = np.ctypeslib.as_array(view)
 
     def close(self) -> None:
-        """Free the memory; nothing may use it any more."""
         check(cuda_runtime().cudaFreeHost(self.address), "freeing pinned memory")
 
 

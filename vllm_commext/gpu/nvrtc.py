@@ -86,7 +86,6 @@ class Program:
         return tuple(sorted(self.folder.glob("*.h")))
 
     def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
-        """The kernel's file and the headers of its folder."""
         return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)
 
     def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
@@ -120,7 +119,6 @@ class Program:
         return private_files.cache_folder(self.name)
 
     def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
-        """Digest of all that the machine code depends on."""
         main, headers = self.sources()
         parts = (main, *headers, *options(macros, architecture), nvrtc_version().encode())
         digest = hashlib.sha256()

@@ -62,7 +62,6 @@ class Shape:
 
     @property
     def packs(self) -> int:
-        """Loads of 16 bytes that a row takes."""
         return (self.q_size + self.k_size) * ELEMENT_BYTES[self.dtype] // PACK_BYTES
 
 
@@ -139,13 +138,11 @@ def choose(
 
 
 def tilings(shape: Shape) -> tuple[Tiling, ...]:
-    """All that `choose` can return for the shape, each once."""
     forms = (low_latency(shape.packs), balanced(shape.packs), high_throughput(shape.packs))
     return tuple(dict.fromkeys(forms))
 
 
 def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
-    """The macros of ``cuda/reduce_rms.cu``."""
     return {
         "ELEMENT": ELEMENT_CODES[shape.dtype],
         "WEIGHT": ELEMENT_CODES[shape.weight_dtype],
@@ -161,14 +158,11 @@ def macros(shape: Shape, tiling: Tiling) -> dict[str, int]:
 
 
 def make_arguments(**fields: float) -> ctypes.Structure:
-    """Return the kernel's ``Args``; fields that are not given are 0."""
     return arguments_type(PROGRAM.main.name)(**fields)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded form of the kernel."""
-
     function: launch.Function
     block_teams: int
 
@@ -178,7 +172,6 @@ class Kernel:
 
 
 def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
-    """Load one form into the current context, compiled if need be; errors as `launch.load`."""
     function = launch.load(
         PROGRAM, macros(shape, tiling), tiling.threads, device, programmatic=True
     )
@@ -186,8 +179,6 @@ def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
 
 
 class Kernels:
-    """The loaded kernels of this process, by GPU, shape and tiling."""
-
     def __init__(self) -> None:
         self._loaded: dict[tuple[int, Shape], dict[Tiling, Kernel]] = {}
         self._lock = threading.Lock()
@@ -195,7 +186,6 @@ class Kernels:
     def get(
         self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
     ) -> Kernel:
-        """Return the kernel for a call of a shape that is loaded."""
         forms = self._loaded[device.ordinal, shape]
         tiling = choose(shape, num_tokens, device.multiprocessors, batch_invariant)
         return forms[tiling]

@@ -76,7 +76,6 @@ def _shape(workspace: LamportWorkspace, parts: Parts, weights: Parts) -> Shape:
 def _arguments(
     workspace: LamportWorkspace, parts: Parts, weights: Parts, outs: Parts, eps: float
 ) -> ctypes.Structure:
-    """The kernel's arguments, but for what a piece of the tokens changes."""
     ranks = workspace.world_size
     q, k = parts[0], parts[-1]
     return make_arguments(

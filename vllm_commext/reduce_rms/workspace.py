@@ -54,20 +54,15 @@ class Workspace(ABC):
         world_size: ranks of the group.
         handle: the number that an op takes. Workspaces are numbered as they are made, so that a
             graph that was compiled in an earlier process finds the same one again.
+        workspace: int64 tensor on the device, by which `find_tensor` finds it.
     """
 
     def __init__(self, rank: int, world_size: int, words: torch.Tensor) -> None:
-        self.rank, self.world_size, self._words = rank, world_size, words
+        self.rank, self.world_size, self.workspace = rank, world_size, words
         self.handle = next(_numbers)
         _by_handle[self.handle] = self
 
-    @property
-    def workspace(self) -> torch.Tensor:
-        """Int64 tensor on the device, with the words of `kernel` where a kernel takes it."""
-        return self._words
-
     def forget(self) -> None:
-        """Let `find` not find it any more."""
         _by_handle.pop(self.handle, None)
 
     @abstractmethod
@@ -117,7 +112,6 @@ class GroupWorkspace(Workspace):
         super().__init__(rank, world_size, torch.zeros(1, dtype=torch.int64, device=device))
 
     def sum_over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
-        """Add `sums` over all ranks, in place."""
         if self.world_size > 1:
             distributed.all_reduce(sums, group=self._group)
         return sums
@@ -200,7 +194,7 @@ class LamportWorkspace(Workspace):
         self._failure_ptr = self._private + num_words * 8
         self.states_ptr = self._failure_ptr + 8
         addresses = [self.states_ptr, self._failure_ptr, self._report.data_ptr()]
-        words = [*buffer.serialize(), *addresses, self.comm_size, rank]
+        words = [*buffer.peer_ptrs, *addresses, self.comm_size, rank]
         write(self._private, b"".join(word.to_bytes(8, "little") for word in words))
 
     def _free_private(self) -> None:
@@ -233,7 +227,6 @@ class LamportWorkspace(Workspace):
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure that a kernel has reported since the workspace was made."""
         return kernel.decode_failure(self._reported.value)
 
     def raise_if_failed(self) -> None:
@@ -291,7 +284,7 @@ def _check_peers(collective: Collective) -> None:
     """Check peers in memory of its own, whose sentinel is another than the slots'; collective."""
     greetings = IpcBuffer(collective, EXCHANGED_BYTES, fill=EMPTY)
     try:
-        check_delivery(greetings.serialize(), collective)
+        check_delivery(greetings.peer_ptrs, collective)
     finally:
         greetings.cleanup(CLEANUP_SECONDS)
 

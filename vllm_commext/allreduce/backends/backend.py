@@ -89,7 +89,6 @@ class NcclBackend(Ready):
 
     @property
     def through(self) -> str:
-        """``pynccl`` or ``torch``."""
         usable = self._pynccl is not None and not self._pynccl.disabled
         return "pynccl" if usable else "torch"
 
@@ -97,7 +96,6 @@ class NcclBackend(Ready):
         return message.dtype in ITEM_BYTES
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Sum out of place in vLLM's binding, or a copy in place by torch."""
         if self.through == "pynccl":
             return self._pynccl.all_reduce(tensor)
         from torch import distributed

@@ -235,7 +235,6 @@ class FlashInferBackend:
         return limits.flashinfer_one_shot(message, self._world_size, bound)
 
     def prepare(self, message: Message) -> None:
-        """Create the workspace for messages with such rows; collective."""
         import torch
 
         if len(message.shape) != 2:
@@ -250,7 +249,6 @@ class FlashInferBackend:
         return len(message.shape) == 2 and self._workspaces.find(self._key(message)) is not None
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return the sum of [tokens, hidden] in a fresh tensor."""
         return self._launch(
             tensor,
             self._comm.AllReduceFusionPattern.kAllReduce,

@@ -113,7 +113,7 @@ class PushMemory:
     def __init__(self, layout: PushLayout, collective: "Collective") -> None:
         self.half_packs = layout.half_packs
         self._buffer: IpcBuffer | None = IpcBuffer(collective, layout.num_bytes, fill=EMPTY)
-        self.addresses, self.state = self._buffer.serialize(), 0
+        self.addresses, self.state = list(self._buffer.peer_ptrs), 0
         try:
             collective.agree(self._make_counter)
             check_delivery(self.addresses, collective)

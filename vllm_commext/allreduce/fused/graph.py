@@ -213,7 +213,6 @@ def _origin(node: fx.Node) -> dict[str, Any]:
 
 
 def _outputs(graph: fx.Graph, made: fx.Node, count: int) -> list[fx.Node]:
-    """Nodes for the op's first outputs."""
     nodes: list[fx.Node] = []
     at = made
     for index in range(count):

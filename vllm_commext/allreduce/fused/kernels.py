@@ -54,7 +54,6 @@ class Outputs(NamedTuple):
 def make_outputs(
     shape: FusedShape, tensor: "torch.Tensor", scale: "torch.Tensor | None"
 ) -> Outputs:
-    """Allocate tensors without gaps for the outputs of a call with such an input."""
     import torch
 
     rows = tensor.shape[0]
@@ -120,7 +119,6 @@ class FusedKernels:
             )
 
     def most_rows(self, shape: FusedShape, form: Form) -> int:
-        """Rows that find room in the memory; the same on all ranks."""
         return form.most_rows(shape, self._memory.half_packs, self._collective.world_size)
 
     def run(
@@ -197,7 +195,6 @@ class PushFused:
         self._kernels.prepare(shape, layout.forms(shape, self._world_size))
 
     def takes(self, shape: FusedShape, num_rows: int) -> bool:
-        """The same on all ranks; once prepared."""
         form = layout.choose(shape, num_rows, self._world_size)
         return num_rows > 0 and self._kernels.most_rows(shape, form) > 0
 

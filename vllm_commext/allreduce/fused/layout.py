@@ -146,7 +146,6 @@ def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
 
 
 def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
-    """All that `choose` can return, each once."""
     kernels = (ONE_PHASE,) if world_size == 2 else (ONE_PHASE, TWO_PHASE)
     return tuple(Form(kernel, warps(shape, 1)) for kernel in kernels)
 

@@ -110,7 +110,6 @@ class FusedNorm:
         scale: torch.Tensor | None,
         next_weight: torch.Tensor | None = None,
     ) -> Outputs:
-        """Serve a call by the fastest that can take its rows."""
         ours = self._usable(shape, x)
         ranking = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)
         known = (name for name in ranking if name in (names.FUSED_PUSH, names.UNFUSED))
@@ -172,7 +171,6 @@ def after_all_reduce(all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Apar
 
 
 def register_group(name: str, norm: FusedNorm) -> None:
-    """Serve the op's calls for a group's name from now on."""
     _groups[name] = norm
 
 
@@ -181,12 +179,10 @@ def find_group(name: str) -> FusedNorm | None:
 
 
 def served_groups() -> dict[str, str]:
-    """The identity of the policy of every group that is served."""
     return {name: norm.policy.identity() for name, norm in _groups.items()}
 
 
 def forget_group(name: str) -> None:
-    """Serve its calls no longer; a second call changes nothing."""
     _groups.pop(name, None)
 
 

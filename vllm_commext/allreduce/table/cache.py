@@ -70,7 +70,6 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def path_of(
     machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
-    """The file of that machine, world size and row; None where there is no folder."""
     where = folder(environ)
     name = f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
     return None if where is None else where / name
@@ -125,7 +124,6 @@ def save(
 
 @functools.cache
 def builtin_table(gpu: str, world_size: int) -> Table | None:
-    """The table of that many GPUs of that name, or None where none was measured."""
     known = BUILTIN.get((gpu, world_size))
     if known is None:
         return None

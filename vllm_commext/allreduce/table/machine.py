@@ -104,7 +104,6 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
 
 
 def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user's NCCL variables refuse peer access."""
     disabled = environ.get(DISABLE, "0") not in ("", "0")
     return disabled or environ.get(LEVEL, "").upper() in NEVER
 

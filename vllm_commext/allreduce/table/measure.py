@@ -63,8 +63,6 @@ class Neighbours:
         return linear(tensor[:, : self._inner], self._matrices[self._turn % COPIES])
 
     def apart(self, all_reduce: Call) -> Call:
-        """Return product, all-reduce and norm, each by a kernel of its own."""
-
         def call(tensor: "torch.Tensor") -> Any:
             out = all_reduce(self.product(tensor))
             self._norm(out, self._residual, self._weight, EPS)
@@ -73,18 +71,15 @@ class Neighbours:
         return call
 
     def together(self, fused: Fused) -> Call:
-        """Return the product, and then one launch for the rest."""
         return lambda tensor: fused(self.product(tensor), self._residual, self._weight, EPS)
 
     def calls(self, backends: Mapping[str, Call], fused: Mapping[str, Fused]) -> dict[str, Call]:
-        """All calls by name, and the product as `BASELINE`."""
         made = {name: self.apart(call) for name, call in backends.items()}
         made |= {name: self.together(call) for name, call in fused.items()}
         return {BASELINE: self.product, **made}
 
 
 def without_product(times: Mapping[str, float]) -> dict[str, float]:
-    """Times beyond the product's."""
     alone = times.get(BASELINE, 0.0)
     return {name: max(of - alone, SMALLEST) for name, of in times.items() if name != BASELINE}
 
@@ -92,7 +87,6 @@ def without_product(times: Mapping[str, float]) -> dict[str, float]:
 def fused_calls(
     dispatcher: Dispatcher, collective: "Collective", message: Message
 ) -> dict[str, Fused]:
-    """Calls that serve it with residual and norm in one launch, each ready; collective."""
     from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
     from vllm_commext.allreduce.backends.push import PushBackend
     from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
@@ -147,7 +141,6 @@ def chained_calls(num_bytes: int) -> int:
 def capture(
     call: Call, tensor: "torch.Tensor", chained: int, context: CaptureContext
 ) -> "torch.cuda.CUDAGraph":
-    """Capture `chained` calls; `context` lets vLLM's kernel register what it captured."""
     import torch
 
     for _ in range(3):
@@ -204,7 +197,6 @@ def measure_message(
 
 
 def give_back_memory() -> None:
-    """Free what torch has kept of the messages and outputs."""
     import torch
 
     torch.cuda.synchronize()
@@ -212,7 +204,6 @@ def give_back_memory() -> None:
 
 
 def backend_calls(dispatcher: Dispatcher, message: Message) -> dict[str, Call]:
-    """Calls of the backends that take the message, each ready; collective."""
     calls: dict[str, Call] = {}
     for name, backend in dispatcher.backends.items():
         if backend.takes(message):

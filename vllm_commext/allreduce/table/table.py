@@ -191,7 +191,6 @@ def _boundary(
 
 
 def build_table(times: Mapping[str, Mapping[int, Times]], world_size: int, origin: str) -> Table:
-    """Build a table of all dtypes that were measured; who of `names.FUSED` was, stands apart."""
     split = {dtype: apart_and_fused(of) for dtype, of in times.items()}
     rows = {dtype: build_rows(plain) for dtype, (plain, _) in split.items()}
     fused = {dtype: build_rows(of) for dtype, (_, of) in split.items() if of}
@@ -227,7 +226,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def _leaders(rows: Iterable[Row]) -> list[tuple[str, int]]:
-    """Names of those that come first, and up to which size."""
     leaders: list[tuple[str, int]] = []
     for row in rows:
         if leaders and leaders[-1][0] == row.ranking[0]:
