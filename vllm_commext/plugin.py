@@ -71,10 +71,6 @@ def _activate_nixl() -> None:
     _add_connector(CONNECTOR_MODULE)
 
 
-def _refuse_nixl() -> None:
-    _add_connector(REFUSED_MODULE)
-
-
 def _add_connector(module: str) -> None:
     """Under its name and, where that is wanted, under the one of vLLM's: also a refused one, so
     that vLLM's never serves in its place unseen."""
@@ -96,7 +92,12 @@ def _installed(name: str, fallback: str, proof: str) -> Capability:
 
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("nixl", _activate_nixl, _refuse_nixl, "vLLM's own connectors remain"),
+    Capability(
+        "nixl",
+        _activate_nixl,
+        lambda: _add_connector(REFUSED_MODULE),
+        "vLLM's own connectors remain",
+    ),
     _installed("shm_queue", "vLLM's own queue remains", "require_proven_machine"),
     _installed("cpu_collectives", "vLLM's own remain", "require_proven_machine"),
     _installed("reduce_rms", "vLLM's own norm remains", "require_proven_gpus"),
@@ -122,11 +123,11 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
         reason = f"{toggle.name}=0"
         return CapabilityStatus(capability.name, State.OFF, reason, is_quiet=is_default)
     try:
-        if choice == "auto" and capability.proof:
-            from vllm_commext.compat import fits
+        from vllm_commext.compat import fits
 
+        if choice == "auto" and capability.proof:
             getattr(fits, capability.proof)()
-        remark = _admit(capability)
+        remark = fits.admit(capability.name)
         capability.activate()
     except UnprovenHereError as error:
         is_quiet = is_default and isinstance(error, OtherPlatformError)
@@ -135,18 +136,12 @@ def _decide(capability: Capability, settings: Settings) -> CapabilityStatus:
     except UnsupportedError as error:
         if isinstance(error, UntestedError) and choice == "auto" and capability.proof:
             reason = f"{toggle.name}=auto: {error}"
-            return CapabilityStatus(capability.name, State.OFF, reason, is_wanted=True)
+            return CapabilityStatus(capability.name, State.OFF, reason, is_untested=True)
         return _refused(capability, str(error), required=choice == "1")
     except Exception as error:  # noqa: BLE001 - one capability's fault must not stop vLLM
         reason = f"{type(error).__name__}: {error}"
         return _refused(capability, reason, required=choice == "1")
     return CapabilityStatus(capability.name, State.ACTIVE, remark)
-
-
-def _admit(capability: Capability) -> str:
-    from vllm_commext.compat import fits
-
-    return fits.admit(capability.name)
 
 
 def _tell_untested() -> None:
@@ -155,7 +150,8 @@ def _tell_untested() -> None:
         return
     from vllm_commext.compat import fits
 
-    line, level = fits.summary([one.name for one in status.recorded() if one.is_wanted])
+    wanted = [one for one in status.recorded() if one.state is not State.OFF or one.is_untested]
+    line, level = fits.summary([one.name for one in wanted])
     if line:
         status.tell(level, line)
 
@@ -198,22 +194,6 @@ def _register() -> list[str]:
             problems.append(outcome.line())
     _tell_untested()
     return problems
-
-
-def activate(name: str) -> None:
-    """Put one capability in place as its toggle says now, after the same checks as in `register`.
-
-    Raises:
-        UnsupportedError: it is off, or was refused; the reason is in the message.
-    """
-    with _lock:
-        settings = read_settings()
-        capability = next(one for one in CAPABILITIES if one.name == name)
-        outcome = _decide(capability, settings) if settings.enabled else None
-        if outcome is not None:
-            status.record(outcome)
-    if outcome is None or outcome.state is not State.ACTIVE:
-        raise UnsupportedError(outcome.line() if outcome else f"commext: {name} off ({MASTER}=0)")
 
 
 def register() -> None:

@@ -202,12 +202,10 @@ class Settings:
 
     Attributes:
         values: one of the toggle's choices for every `Toggle.field`.
-        from_environment: the fields whose value came from the environment, not from the default.
         unknown: names in the environment that begin as ours do and are no toggle.
     """
 
     values: Mapping[str, str]
-    from_environment: frozenset[str] = frozenset()
     unknown: tuple[str, ...] = ()
 
     def __getitem__(self, field: str) -> str:
@@ -253,7 +251,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     values = {toggle.field: toggle.default for toggle in TOGGLES}
     if environ.get(MASTER) == "0":
         values["enabled"] = "0"
-        return Settings(MappingProxyType(values), frozenset({"enabled"}))
+        return Settings(MappingProxyType(values))
     gone = {name: value for name, value in environ.items() if (name, value) in GONE_VALUES}
     errors = [f"{name}={value} is gone: {GONE_VALUES[name, value]}" for name, value in gone.items()]
     for toggle in TOGGLES:
@@ -265,5 +263,4 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             errors.append(str(error))
     if errors:
         raise ConfigError("; ".join(errors))
-    given = frozenset(toggle.field for toggle in TOGGLES if toggle.name in environ)
-    return Settings(MappingProxyType(values), given, unknown_names(environ))
+    return Settings(MappingProxyType(values), unknown_names(environ))

@@ -34,7 +34,7 @@ class CapabilityStatus:
         reason: why it is off or refused, or a remark on an active one; may be empty.
         fallback: what takes its place where it is refused; may be empty.
         required: the user asked for it by name, so a refusal is an error and not only a warning.
-        is_wanted: it is not off, or off for nothing but vLLM's version.
+        is_untested: it is off for nothing but vLLM's version.
         is_quiet: it is off where its default leaves it off, which is no news.
     """
 
@@ -43,12 +43,8 @@ class CapabilityStatus:
     reason: str = ""
     fallback: str = ""
     required: bool = False
-    is_wanted: bool = False
+    is_untested: bool = False
     is_quiet: bool = False
-
-    def __post_init__(self) -> None:
-        if self.state is not State.OFF:
-            object.__setattr__(self, "is_wanted", True)
 
     def line(self) -> str:
         """The one line that a process logs about this capability."""

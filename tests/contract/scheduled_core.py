@@ -177,7 +177,7 @@ class Core:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self._attach_weight_version = lambda outputs: None
-        self.engines_running = False
+        self.engines_running, self.batch_queue_size = False, 1
         self.step_fn = self._step
         self.post_step = lambda model_executed: None
         self.outputs: list[EngineCoreOutput] = []

@@ -3,7 +3,7 @@
 import queue
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.v1.engine import core as vllm_core
@@ -27,7 +27,7 @@ class Core:
         self.num_steps = 0
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
-        self.engines_running = False
+        self.engines_running, self.batch_queue_size = False, 1
         self.step_fn = self._count
         self.on_step: Callable[[], None] = lambda: None
         self.scheduler = SimpleNamespace(
@@ -35,7 +35,7 @@ class Core:
             finished_req_ids=set(),
             requests={one.request_id: one for one in requests},
             has_requests=lambda: True,
-            connector=SimpleNamespace(engine_wait=EngineWait(wakeup, self)),
+            connector=SimpleNamespace(engine_wait=EngineWait(wakeup, cast(Any, self))),
         )
 
     def _count(self) -> tuple[dict[int, Any], bool]:
@@ -116,7 +116,7 @@ def test_what_is_under_way_is_flushed_before_the_first_wait(
 ) -> None:
     """vLLM keeps a step for each pipeline stage, and one more, under way."""
     core = Core(wakeup, HELD)
-    core.batch_queue_size = under_way  # pyright: ignore
+    core.batch_queue_size = under_way
     assert core.turn(num_steps) == num_steps
     assert waits == []
     core.turn()

@@ -8,11 +8,9 @@ import pytest
 
 from vllm_commext import ConfigError, UnsupportedError
 from vllm_commext.compat.monkey_patch import (
-    INVENTORY,
     MonkeyPatch,
     accepts,
     is_patched,
-    original_at,
     original_of,
     patch,
     patch_all,
@@ -121,11 +119,6 @@ def test_a_malformed_symbol_is_refused(symbol: str) -> None:
         patch(MonkeyPatch(symbol, "", "", "", ""), 1)
 
 
-def test_every_row_of_the_inventory_is_complete() -> None:
-    for entry in INVENTORY:
-        assert all((entry.symbol, entry.why, entry.guard, entry.test, entry.removal))
-
-
 def test_several_names_are_replaced_or_none(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +153,6 @@ def test_what_was_at_a_name_is_found_behind_what_is_there(module: types.ModuleTy
 
 def test_what_nobody_has_patched_is_what_is_there(module: types.ModuleType) -> None:
     assert original_of(f"{MODULE}:function") is len
-    assert original_at(object(), "name", "found") == "found"
 
 
 def stock(self: object, first: int, second: int = 0, *, third: int = 0) -> None: ...

@@ -76,18 +76,12 @@ def test_without_vllm_it_is_refused_and_nothing_is_raised(caplog: pytest.LogCapt
     assert "commext: nixl refused (vLLM is not installed; vLLM's own" in caplog.text
 
 
-def test_an_active_capability(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="vllm.commext")
-    calls = offer()
-    assert calls == ["activate"]
-    assert "commext: nixl active" in caplog.messages
-
-
-def test_a_second_call_does_and_says_nothing(
+def test_an_active_capability_is_told_and_a_second_call_does_and_says_nothing(
     offer: Offer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="vllm.commext")
     calls = offer()
+    assert "commext: nixl active" in caplog.messages
     caplog.clear()
     plugin.register()
     assert calls == ["activate"]

@@ -10,7 +10,6 @@ def test_defaults_without_any_variable() -> None:
     settings = read_settings({})
     assert dict(settings.values) == {toggle.field: toggle.default for toggle in TOGGLES}
     assert settings.enabled
-    assert settings.from_environment == frozenset()
     assert settings.unknown == ()
 
 
@@ -19,7 +18,6 @@ def test_every_choice_is_taken_as_it_is_written(toggle: Toggle) -> None:
     for choice in toggle.choices:
         settings = read_settings({toggle.name: choice})
         assert settings[toggle.field] == choice
-        assert settings.from_environment == {toggle.field}
 
 
 @pytest.mark.parametrize("toggle", TOGGLES, ids=lambda toggle: toggle.name)

@@ -8,37 +8,29 @@ What the connector has to do before a step (`first_token`) is done there too, an
 other connectors of a ``MultiConnector``, which may have work of their own.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import fits
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
-from vllm_commext.nixl.wakeup import WakeupSocket
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.scheduler import SchedulerSide
+    from vllm_commext.nixl.wakeup import WakeupSocket
 
 PART = "engine step"
 SYMBOL = "vllm.v1.engine.core:EngineCoreProc._process_engine_step"
 FLUSH_STEPS = 3
 """Steps without tokens that bring the workers what the scheduler has to say and the scheduler what
 they have to say, also where vLLM keeps two steps under way.  It keeps one for each pipeline stage
-and one more: see ``flush_steps``."""
+and one more."""
 
 Step = Callable[[Any], bool]
 
 
-class Waiter(Protocol):
-    """The scheduler side of a connector, as far as it is asked here."""
-
-    def has_news(self) -> bool:
-        """Whether there is something that the workers have not been told."""
-        ...
-
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for blocks that the workers load."""
-        ...
-
-
 def stock_step() -> Step:
-    """vLLM's own step, whether it is patched or not."""
     return original_of(SYMBOL)
 
 
@@ -67,11 +59,6 @@ def install() -> None:
     patch(row, process_engine_step)
 
 
-def flush_steps(core: Any) -> int:
-    """Number of flush steps of an engine, which may keep more than two steps under way."""
-    return max(FLUSH_STEPS, getattr(core, "batch_queue_size", 1) + 1)
-
-
 class EngineWait:
     """Waits on an engine's thread before its steps.
 
@@ -84,7 +71,7 @@ class EngineWait:
     def __init__(
         self,
         wakeup: WakeupSocket,
-        waiter: Waiter,
+        waiter: SchedulerSide,
         before_step: Callable[[Any], None] = lambda core: None,
     ) -> None:
         self._wakeup = wakeup
@@ -104,7 +91,7 @@ class EngineWait:
         if not self._has_nothing_to_compute(core):
             self._num_quiet_steps = 0
             return process(core)
-        num_flushing = flush_steps(core)
+        num_flushing = max(FLUSH_STEPS, core.batch_queue_size + 1)
         if self._num_quiet_steps >= num_flushing:
             if self._wakeup.wait(core.input_queue):
                 self._num_quiet_steps = 0

@@ -1,29 +1,25 @@
 """Answers requests with the first tokens that prefill engines have sampled, before their KV caches
 are loaded, and with those of answers that other decode engines have begun.
 
-vLLM has no way to give a request a token that the engine did not compute.  Before a step of the
-engine the token is therefore sent to the client as vLLM would send it, through the engine's queue
-of outputs, and becomes the last token of the request's prompt with one token fewer to generate:
-the scheduler then asks the connector for the prompt, as always, and computes this token's position
-when the blocks are there.  So it does with all tokens of an answer that is resumed here.  Whether
-the last token ends the answer (end of sequence, stop token, length) is decided by vLLM's own
-function, on the request as it would be after sampling that token.
+vLLM has no way to give a request a token that the engine did not compute.  Before a step the token
+is therefore sent to the client through the engine's queue of outputs, and becomes the last token of
+the request's prompt with one token fewer to generate.  The scheduler then asks the connector for
+the prompt, as always, and computes this token's position when the blocks are there.  The same
+happens with all tokens of an answer that is resumed here.  vLLM's own function decides whether the
+last token ends the answer.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
-scheduler learns of it here, in the words in which it notes failures under the policy ``recompute``.
-
-A prompt that is read while it is computed gets its token when the prefill engine has told it,
-mostly before the last of its blocks is here.  Whether such a load that fails is vLLM's policy's or
-not is known at its end alone, so that the worker side keeps all of these failures from vLLM.
+scheduler notes it here as under the policy ``recompute``.  A prompt that is read while it is
+computed may get its token before its last block, so all failures of such loads are kept from vLLM.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.utils import check_stop
@@ -39,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
+    from vllm_commext.nixl.decode.remote_prompts import RemotePrompts
 
 _LOGITS_PROCESSORS = "vllm.logits_processors"
 
@@ -62,7 +59,7 @@ def sampler_of(
 
 
 def _samples_otherwise(vllm_config: VllmConfig) -> bool:
-    """Whether something beside vLLM's own sampler, or more than a token, makes an answer here."""
+    """True where more than vLLM's own sampler, or more than a token a step, makes an answer."""
     model: Any = vllm_config.model_config
     return bool(
         model is None
@@ -78,64 +75,34 @@ def _samples_otherwise(vllm_config: VllmConfig) -> bool:
 
 @cache
 def _has_logits_processors() -> bool:
-    """Whether a package that is installed brings some; reads a file of every package."""
+    """Look for a package that brings some; reads a file of every package."""
     return bool(importlib.metadata.entry_points(group=_LOGITS_PROCESSORS))
 
 
-class Source(Protocol):
-    """The connector's scheduler side, as far as it is asked here."""
-
-    def note_step(
-        self, keep_blocks: Callable[[Request, int], None], running: RunningRequests
-    ) -> None:
-        """The engine is going to take a step; ``keep_blocks`` gives the blocks of a request's first
-        tokens to the prefix cache."""
-        ...
-
-    def take_first_tokens(
-        self, *, is_idle: bool
-    ) -> Iterable[tuple[Request, list[int], FirstToken]]:
-        """Requests whose first tokens are there, and where these come from; where the engine *is
-        idle* it may wait for one that is about to come."""
-        ...
-
-    def note_first_token(self, request: Request, way: FirstToken) -> None:
-        """Count where a request's first token comes from."""
-        ...
-
-    def take_unread(self) -> Iterable[tuple[str, bool]]:
-        """Requests whose loads have failed, and whether they must be computed here, whatever
-        vLLM's policy."""
-        ...
-
-
 class FirstTokens:
-    """Sends first tokens before each step of an engine.
+    """Sends first tokens before each step of an engine."""
 
-    Args:
-        source: says which tokens there are.
-    """
-
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RemotePrompts) -> None:
         self._source = source
 
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         scheduler = core.scheduler
-        self._source.note_step(partial(keep_blocks, scheduler), RunningRequests(scheduler))
+        keep_blocks = scheduler.kv_cache_manager.cache_blocks
+        self._source.note_step(keep_blocks, RunningRequests(scheduler))
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
-        is_idle = not core.scheduler.running
+        is_idle = not scheduler.running
         for request, tokens, way in self._source.take_first_tokens(is_idle=is_idle):
-            can_send = _may_begin(core.scheduler, request)
+            can_send = _may_begin(scheduler, request)
             self._source.note_first_token(request, way if can_send else FirstToken.ENGINE)
             if can_send:
                 send(core, request, tokens)
 
 
 def _may_begin(scheduler: Any, request: Request) -> bool:
-    """Whether a request is as it came in, or its whole prompt is being loaded and no more has been
-    done, and it may begin."""
+    """True for a request as it came in, or whose whole prompt is being loaded and no more is done,
+    while the engine is not paused."""
     return (
         scheduler.requests.get(request.request_id) is request
         and (_is_new(request) or _is_loading(scheduler, request))
@@ -150,7 +117,7 @@ def _is_new(request: Request) -> bool:
 
 
 def _is_loading(scheduler: Any, request: Request) -> bool:
-    """Whether a whole prompt is being loaded, or has been and the scheduler has not gone on yet."""
+    """True from the start of a whole prompt's load until the scheduler goes on with it."""
     return (
         request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         and request.request_id not in scheduler.failed_recving_kv_req_ids
@@ -203,7 +170,6 @@ def _tell(core: Any, request: Request, tokens: list[int], stats: Any = None) -> 
 
 
 def _continue_prompt(request: Any) -> None:
-    """Make the tokens that a request has generated the last ones of its prompt."""
     generated = request._output_token_ids
     request.prompt_token_ids = [*request.prompt_token_ids, *generated]
     request.num_prompt_tokens += len(generated)
@@ -222,12 +188,6 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
         scheduler.failed_recving_kv_req_ids.add(request_id)
     else:
         _refuse(core, request)
-
-
-def keep_blocks(scheduler: Any, request: Request, num_tokens: int) -> None:
-    """Have a request's first blocks found by all that begin like it, itself among them: its load
-    has failed after them, and it still holds them."""
-    scheduler.kv_cache_manager.cache_blocks(request, num_tokens)
 
 
 class RunningRequests:

@@ -88,7 +88,7 @@ def refuse_older(version: str) -> None:
 
 
 def is_tested(version: str) -> bool:
-    """Return whether it is the first release of a tested minor, whatever its local label."""
+    """True for the first release of a tested minor, whatever its local label."""
     try:
         found = Version(version)
     except InvalidVersion:
@@ -302,7 +302,7 @@ def _run(part: Part, differs: str) -> None:
 
 
 def must_test_itself(name: str) -> bool:
-    """Return whether an admitted part has to test itself where it is used."""
+    """True for an admitted part that has to test itself where it is used."""
     return find(name).verdict is Verdict.DIFFERS
 
 

@@ -167,31 +167,24 @@ def _locate(symbol: str) -> tuple[Any, str]:
 
 
 def _originals(owner: Any) -> dict[str, tuple[Any, Any]]:
-    """Of each name patched on this very owner: the original and the replacement."""
+    """The original and the replacement of each name patched on this owner itself."""
     return vars(owner).get(SENTINEL, {})
 
 
-def original_at(owner: Any, name: str, found: Any) -> Any:
-    """What vLLM has at `name` of `owner`, where we look and see `found`: the same, unless this
-    package has put that there."""
-    if not hasattr(owner, "__dict__") or name not in _originals(owner):
-        return found
-    before = _originals(owner)[name][0]
-    if not isinstance(owner, type):
-        return found if before is _INHERITED else before
-    if before is _INHERITED:
-        return getattr(super(owner, owner), name)
-    return before.__get__(None, owner) if hasattr(before, "__get__") else before
-
-
 def original_of(symbol: str) -> Any:
-    """What vLLM had at the symbol, whether it is patched now or not.
+    """Find what vLLM had at the symbol, whether it is patched now or not.
 
     Raises:
         UnsupportedError, ConfigError: as `patch`.
     """
     owner, name = _locate(symbol)
-    return original_at(owner, name, getattr(owner, name))
+    if name not in _originals(owner):
+        return getattr(owner, name)
+    before = _originals(owner)[name][0]
+    if before is _INHERITED:
+        return getattr(super(owner, owner), name)
+    is_bound = isinstance(owner, type) and hasattr(before, "__get__")
+    return before.__get__(None, owner) if is_bound else before
 
 
 def accepts(ours: Any, theirs: Any) -> bool:

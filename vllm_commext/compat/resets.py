@@ -1,17 +1,16 @@
-"""What an engine has computed counts until its weights or its caches change, and an engine that is
-paused keeps nothing for others and has nothing kept.
+"""KV blocks count until the engine's weights or caches change, and a paused engine keeps none for
+others and has none kept.
 
-vLLM tells a connector only that a pause clears its caches, and that after it has reset its own,
-which fails where a block is in use: also one that is kept for another engine, or that a load has
-filled whose request cannot go on while the engine is paused.  A pause waits for what is kept.  That
-weights are loaded anew, or a prefix cache alone is reset, nobody is told.  `install` patches the
-two methods by which these things happen.
+vLLM tells a connector only that a pause clears its caches, after it has reset its own.  That fails
+where a block is in use: also one that is kept for another engine, or that a load has filled whose
+request cannot go on during the pause.  It tells of no new weights and of no reset of the prefix
+cache alone.  `install` patches the two methods that do these things.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -21,34 +20,16 @@ from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_commext.nixl.scheduler import SchedulerSide
+
 CACHE = "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache"
 CALL = "vllm.v1.engine.core:EngineCore.collective_rpc"
 
 
-class Source(Protocol):
-    """The connector's scheduler side, as far as it is told here."""
-
-    def forget_computed(self) -> None:
-        """Nothing counts any more that was computed before, here or elsewhere."""
-        ...
-
-    def note_pause(self, *, is_paused: bool) -> None:
-        """Whether the engine is paused; told before each step."""
-        ...
-
-    def is_at_rest(self) -> bool:
-        """Whether a pause can end: the workers know of it, and no load is under way."""
-        ...
-
-
 class Pauses:
-    """One engine's pauses and resets.
+    """Tells the connector of one engine's pauses and resets."""
 
-    Args:
-        source: what is told of them.
-    """
-
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SchedulerSide) -> None:
         self.source = source
         self._scheduler: Any = None
 
@@ -101,8 +82,8 @@ def install() -> None:
 
 
 def may_change_weights(method: Any) -> bool:
-    """Whether workers that call a method may have other weights afterwards: what vLLM and training
-    frameworks call so, and functions, of which nothing is known."""
+    """Methods that vLLM and training frameworks name after weights, and functions, which may do
+    anything."""
     return not isinstance(method, str) or "weight" in method.lower()
 
 
@@ -111,8 +92,8 @@ def _pauses_of(scheduler: Any) -> Pauses | None:
 
 
 def _free_loaded(scheduler: Any) -> None:
-    """Have requests computed whose loads have ended and that have not gone on, as vLLM has those
-    computed that run: their blocks are free again."""
+    """Compute requests whose loads have ended and that have not gone on, as vLLM does with those
+    that run: it frees their blocks."""
     for request_id in list(scheduler.finished_recving_kv_req_ids):
         request: Request | None = scheduler.requests.get(request_id)
         if request is None or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
