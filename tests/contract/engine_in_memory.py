@@ -1,5 +1,5 @@
-"""Two engines without a model: vLLM's own requests, cache manager and block pool, our scheduler
-side and planner, and a memory in which every token's place holds a tag.
+"""Engines without a model: those of ``scheduler_engine.py`` with our planner, and with a memory in
+which every token's place holds a tag.
 
 The oracle: whatever a layer of an engine would read to compute a token must hold the tags that a
 single engine would have written there.
@@ -7,25 +7,16 @@ single engine would have written there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
-from vllm.config.kv_transfer import KVRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -33,7 +24,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_commext.nixl.connector import CommextNixlConnector
+from tests.contract import scheduler_engine
+from tests.contract.scheduler_engine import BLOCK, NUM_BLOCKS, cache_of
 from vllm_commext.nixl.geometry.layout import (
     STATE,
     TOKENS,
@@ -48,24 +40,14 @@ from vllm_commext.nixl.geometry.layout import (
     expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan, plan_read
-from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import groups_of
 
-BLOCK = 4
-NUM_BLOCKS = 60
-MAX_TOKENS = 128
 NUM_GUESSES = 3
 TAG_BYTES = 8
 BASE = 1 << 20
-TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "dtype": torch.float32}
-FULL_SPEC = FullAttentionSpec(**_ATTENTION, head_size=8)
 LATENT_SPEC = MLAAttentionSpec(**_ATTENTION, head_size=8)
-# One block a request, as vLLM keeps a state without prefix caching.
-STATE_SPEC = MambaSpec(
-    block_size=MAX_TOKENS, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2
-)
 # A state at the end of every block, as vLLM keeps them with prefix caching.
 ALIGNED_STATE_SPEC = MambaSpec(
     block_size=BLOCK,
@@ -108,11 +90,6 @@ class Model:
     drafts: Sequence[int] = ()
 
     @property
-    def caches_prefixes(self) -> bool:
-        """Whether vLLM can go on from what it has of a prompt."""
-        return STATE_SPEC not in self.specs
-
-    @property
     def keeps_every_token(self) -> bool:
         """Whether no group drops or overwrites what it has."""
         return all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in self.specs)
@@ -129,10 +106,7 @@ class Model:
 
     def cache(self) -> KVCacheConfig:
         """vLLM's description of the same."""
-        groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(self.specs)]
-        for number in self.drafts:
-            groups[number].is_eagle_group = True
-        return KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        return cache_of(self.specs, self.drafts)
 
 
 def _geometry(group: Group) -> Geometry:
@@ -156,52 +130,27 @@ def _geometry(group: Group) -> Geometry:
     )
 
 
-class Engine:
-    """One engine, driven in the order of vLLM's scheduler.
+class Engine(scheduler_engine.Engine):
+    """One engine with a memory.
 
     Attributes:
         memory: ``[blocks, tokens]`` tags, of all groups: a block belongs to one of them.
         faults: what was computed from other tags than a single engine's.
     """
 
-    def __init__(self, model: Model, role: KVRole) -> None:
-        transfer = KVTransferConfig(
-            kv_connector="CommextNixlConnector",
-            kv_connector_module_path="vllm_commext.nixl.connector",
-            kv_role=role,
-            engine_id="e",
-            kv_buffer_device=current_platform.device_type,
-            # Prompts are handed over whole: nothing here says how long they can be.
-            kv_connector_extra_config={
-                "side_channel_host": "h",
-                "side_channel_port": 7000,
-                "stream_chunks": False,
-            },
-        )
+    def __init__(self, model: Model, role: str) -> None:
+        super().__init__(role, model.specs, model.drafts)
         self.model = model
         self.memory = np.full((NUM_BLOCKS, BLOCK), -1, dtype=np.int64)
         self.faults: list[str] = []
-        self.connector = CommextNixlConnector(
-            VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, model.cache()
-        )
-        self.manager = KVCacheManager(
-            model.cache(),
-            max_model_len=MAX_TOKENS,
-            scheduler_block_size=BLOCK if model.caches_prefixes else MAX_TOKENS,
-            hash_block_size=BLOCK,
-            enable_caching=model.caches_prefixes,
-            use_eagle=bool(model.drafts),
-        )
 
-    def prefill(self, request: Request, tokens_a_step: int) -> Mapping[str, Any] | None:
+    def hand_over(self, request: Request, tokens_a_step: int) -> Mapping[str, Any] | None:
         """Compute a prompt for another engine, finish, and say what the router is told."""
         self.connector.on_new_request(request)
         self.compute_prompt(request, tokens_a_step)
         request.append_output_token_ids(1)
-        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
-        block_ids = self.manager.get_block_ids(request.request_id)
-        return self.connector.request_finished_all_groups(request, block_ids)[1]
+        return self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)[1]
 
     def load(self, request: Request, prefill: Engine) -> tuple[int, int]:
         """Read what the request's parameters offer; tokens had here, tokens loaded."""
@@ -222,9 +171,7 @@ class Engine:
         )
         blocks = self.manager.get_blocks(request.request_id)
         self.connector.update_state_after_alloc(request, blocks, num_external)
-        step = self.connector.build_connector_meta(None)  # pyright: ignore[reportArgumentType]
-        assert isinstance(step, StepMetadata)
-        (load,) = step.loads
+        (load,) = self.step().loads
         self._read(load, prefill)
         request.num_computed_tokens = num_hit + num_external
         self.manager.cache_blocks(request, request.num_computed_tokens)
@@ -337,13 +284,4 @@ def request_of(
     request_id: str, num_tokens: int, params: Mapping[str, Any] | None = None
 ) -> Request:
     """A prompt whose token ids are 0, 1, 2 and so on."""
-    hasher: Callable[[Request], Any] = get_request_block_hasher(BLOCK, sha256)
-    return Request(
-        request_id,
-        list(range(num_tokens)),
-        SamplingParams(
-            max_tokens=1, extra_args={"kv_transfer_params": dict(params)} if params else None
-        ),
-        None,
-        block_hasher=hasher,
-    )
+    return scheduler_engine.request_of(request_id, params, list(range(num_tokens)))

@@ -1,5 +1,6 @@
 """One engine's scheduler side, with vLLM's own requests, cache manager and block pool."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -21,7 +28,8 @@ from vllm_commext.nixl.wire.params import TransferParams, write_params
 from vllm_commext.nixl.wire.prompt import digests, prompt_of
 
 BLOCK = 4
-NUM_BLOCKS = 40
+NUM_BLOCKS = 60
+MAX_TOKENS = 128
 TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -31,16 +39,34 @@ TO_PREFILL = {
     "remote_port": None,
 }
 REMOTE_IDS = [[31, 7, 5, 22]]
-# A state a request, as vLLM keeps it without prefix caching: one block for as many tokens as there
-# can be.
-STATE = MambaSpec(block_size=128, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2)
+FULL_SPEC = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+# One block a request, as vLLM keeps a state without prefix caching.
+STATE_SPEC = MambaSpec(
+    block_size=MAX_TOKENS, shapes=((8, 3), (2, 4, 8)), dtypes=(torch.float32,) * 2
+)
+
+
+def cache_of(specs: Sequence[KVCacheSpec], drafts: Sequence[int] = ()) -> KVCacheConfig:
+    """A cache of groups of one layer each, of which ``drafts`` hold layers of an EAGLE draft."""
+    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    for number in drafts:
+        groups[number].is_eagle_group = True
+    return KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class Engine:
     """One engine's connector and cache, driven in the scheduler's order; ``extra`` is the
     connector's ``kv_connector_extra_config``."""
 
-    def __init__(self, role: str, *, hybrid: bool = False, **extra: Any) -> None:
+    def __init__(
+        self,
+        role: str,
+        specs: Sequence[KVCacheSpec] = (FULL_SPEC,),
+        drafts: Sequence[int] = (),
+        *,
+        hybrid: bool = False,
+        **extra: Any,
+    ) -> None:
         init_none_hash(sha256)
         transfer = KVTransferConfig(
             kv_connector="CommextNixlConnector",
@@ -55,20 +81,18 @@ class Engine:
                 **extra,
             },
         )
-        spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        if hybrid:
-            groups.append(KVCacheGroupSpec(["state"], STATE))
-        cache = KVCacheConfig(NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        cache = cache_of((*specs, STATE_SPEC) if hybrid else specs, drafts)
+        caches_prefixes = not hybrid and STATE_SPEC not in specs
         self.connector = CommextNixlConnector(
             VllmConfig(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, cache
         )
         self.manager = KVCacheManager(
             cache,
-            max_model_len=128,
-            scheduler_block_size=STATE.block_size if hybrid else BLOCK,
+            max_model_len=MAX_TOKENS,
+            scheduler_block_size=BLOCK if caches_prefixes else MAX_TOKENS,
             hash_block_size=BLOCK,
-            enable_caching=not hybrid,
+            enable_caching=caches_prefixes,
+            use_eagle=bool(drafts),
         )
         self.connector.bind_gpu_block_pool(self.manager.block_pool)
         self.fence_key = self.step().fence_key
@@ -126,7 +150,7 @@ class Engine:
 
 def request_of(
     request_id: str,
-    params: dict[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
     tokens: list[int] | None = None,
     **inputs: Any,
 ) -> Request:

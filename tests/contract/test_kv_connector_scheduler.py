@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduler_engine import (
@@ -17,6 +18,7 @@ from tests.contract.scheduler_engine import (
     request_of,
     to_decode,
 )
+from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces
 from vllm_commext.nixl.requests import Hold
@@ -329,3 +331,16 @@ def test_a_state_after_too_many_tokens_is_refused(make_engine: MakeEngine) -> No
     assert engine.schedule(request) == (0, 13)
     (load,) = engine.step().loads
     assert "at most 13 of 14" in load.refusal
+
+
+def test_another_connectors_description_of_the_workers_stops_the_start(
+    make_engine: MakeEngine,
+) -> None:
+    """Under vLLM's MultiConnector."""
+    engine = make_engine("kv_producer")
+    other = type("OtherMetadata", (KVConnectorHandshakeMetadata,), {})()
+    with pytest.raises(ConfigError) as raised:
+        engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): other})
+    message = str(raised.value)
+    assert "got ['OtherMetadata']" in message
+    assert "name CommextNixlConnector before it" in message

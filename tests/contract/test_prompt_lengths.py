@@ -4,23 +4,18 @@ the decode engine computes from after a load is what a single engine computes fr
 from collections.abc import Iterator
 
 import pytest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from tests.contract.engine_in_memory import (
     ALIGNED_STATE_SPEC,
-    BLOCK,
-    FULL_SPEC,
     LATENT_SPEC,
     NUM_GUESSES,
-    STATE_SPEC,
-    TO_PREFILL,
     Engine,
     Model,
     chunked,
     request_of,
     sliding,
 )
+from tests.contract.scheduler_engine import BLOCK, FULL_SPEC, STATE_SPEC, TO_PREFILL
 from tests.kit.crossed import crossed
 
 MODELS = {
@@ -52,7 +47,6 @@ MORE_TOKENS = 3 * BLOCK
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Model:
-    init_none_hash(sha256)
     return MODELS[request.param]
 
 
@@ -87,7 +81,7 @@ def check_length(
     """One prompt, of which the decode engine may have cached some, and some tokens after it."""
     warm_up(decode, num_cached)
     first = request_of(f"p{length}", length, TO_PREFILL)
-    params = prefill.prefill(first, tokens_a_step)
+    params = prefill.hand_over(first, tokens_a_step)
     assert params is not None, f"{length} tokens: nothing is offered"
     request = request_of(f"d{length}", length, params)
     num_hit, num_loaded = decode.load(request, prefill)
@@ -110,7 +104,7 @@ def test_a_preempted_request_computes_its_prompt_here(engines: tuple[Engine, Eng
     prefill, decode = engines
     length = 4 * BLOCK - 1
     first = request_of("p", length, TO_PREFILL)
-    request = request_of("d", length, prefill.prefill(first, BLOCK))
+    request = request_of("d", length, prefill.hand_over(first, BLOCK))
     decode.load(request, prefill)
     decode.compute(request, num_right=0)
     request.append_output_token_ids(1)

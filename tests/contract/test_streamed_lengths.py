@@ -13,24 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.engine_in_memory import (
     ALIGNED_STATE_SPEC,
-    BLOCK,
-    FULL_SPEC,
     LATENT_SPEC,
-    MAX_TOKENS,
-    STATE_SPEC,
-    TO_PREFILL,
     Engine,
     Model,
     chunked,
     request_of,
     sliding,
 )
+from tests.contract.scheduler_engine import BLOCK, FULL_SPEC, MAX_TOKENS, STATE_SPEC, TO_PREFILL
 from tests.kit.crossed import crossed
 from tests.kit.stream_requests import step
 from vllm_commext.nixl.config import ConnectorConfig
@@ -213,7 +207,6 @@ class Reader:
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Model:
-    init_none_hash(sha256)
     return MODELS[request.param]
 
 
@@ -289,7 +282,6 @@ def check_length(
 
 @pytest.mark.parametrize("name", ["state", "window of 5"])
 def test_a_prompt_whose_last_token_cannot_be_left_out_is_not_streamed(name: str) -> None:
-    init_none_hash(sha256)
     source = Source(MODELS[name])
     one = request_of("one", 1, TO_STREAM)
     assert source.prefills.add(one) == Handover.PROMPT

@@ -26,7 +26,6 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
-from vllm_commext.compat import engine_wait, monkey_patch
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
@@ -254,24 +253,12 @@ def test_a_stream_of_another_prompt_is_not_read(
 
 def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Channel) -> None:
     core = make_core("kv_consumer", stream_begin_timeout=0.2)
-    refusals: list[str] = []
-
-    def fails(request_id: str) -> bool:
-        refusals.extend(load.refusal for load in loads)
-        return True
-
-    loads: list[Any] = []
-    execute = core.worker.execute
-
-    def note(step: Any) -> Any:
-        loads[:] = step.kv_connector_metadata.loads or loads
-        return execute(step)
-
-    core.worker.execute, core.worker.fails = note, fails
+    core.worker.fails = lambda request_id: True
+    told = loads_of(core)
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
-    assert "stream_begin_timeout" in refusals[0]
+    assert "stream_begin_timeout" in told[0].refusal
 
 
 def test_an_aborted_request_is_forgotten(make_core: MakeCore, channel: Channel) -> None:
@@ -337,18 +324,15 @@ def loads_of(core: Core) -> list[Any]:
     return told
 
 
-def test_an_engine_that_streams_nothing_says_what_to_set(folder: Path, channel: Channel) -> None:
-    core = Core(folder, "kv_consumer", stream_chunks=False)
-    try:
-        core.worker.fails = lambda request_id: True
-        told = loads_of(core)
-        core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-        turn_until(core, lambda: has_ended(core, "d"))
-        assert "stream_chunks" in told[0].refusal
-    finally:
-        core.close()
-        if monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL)):
-            monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
+def test_an_engine_that_streams_nothing_says_what_to_set(
+    make_core: MakeCore, channel: Channel
+) -> None:
+    core = make_core("kv_consumer", stream_chunks=False)
+    core.worker.fails = lambda request_id: True
+    told = loads_of(core)
+    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
+    turn_until(core, lambda: has_ended(core, "d"))
+    assert "stream_chunks" in told[0].refusal
 
 
 def test_names() -> None:

@@ -1,4 +1,6 @@
-"""The last block of a load holds zeros before it is read into, on a worker's real cache."""
+"""A worker side on vLLM's own caches on a CPU: what it zeroes, and what it offers to be mapped."""
+
+import logging
 
 import pytest
 import torch
@@ -6,12 +8,13 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from tests.contract.vllm_caches import make_caches
-from vllm_commext.nixl.config import ConnectorConfig
+from vllm_commext.nixl.config import AUTO, NEVER, ConnectorConfig
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.vllm_cache import ModelFacts
+from vllm_commext.nixl.wire.description import describe, open_description
 from vllm_commext.nixl.worker import WorkerSide
 
 BLOCK = 32
@@ -59,3 +62,19 @@ def test_only_a_last_block_that_is_not_filled_is_emptied(
 
 def test_blocks_of_a_model_without_states_are_left_as_they_are() -> None:
     assert zeroed_blocks(False, 65, 0) == set()
+
+
+@pytest.mark.parametrize("wanted", [AUTO, NEVER])
+def test_a_worker_on_cpus_offers_nothing(log_lines: pytest.LogCaptureFixture, wanted: str) -> None:
+    config, caches = make_caches({"attention": ATTENTION})
+    settings = ConnectorConfig("127.0.0.1", 5600, mapped_reads=wanted)
+    model = ModelFacts(Rank(1, 0), 4, None, True, {"attention": "FLASH_ATTN"})
+    worker = WorkerSide("d", settings, {}, config, model)
+    worker.register(caches)
+    try:
+        reply = describe(worker.handshake.description, "start")
+        assert open_description(reply).mapped is None
+    finally:
+        worker.close()
+    said = [one for one in log_lines.records if one.levelno >= logging.INFO]
+    assert not [one for one in said if "mapped_reads" in one.getMessage()]
