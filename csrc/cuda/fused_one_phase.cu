@@ -39,12 +39,7 @@ DEVICE void sum_row(const Args& args, Row& row, u32 number, u32 call) {
   const u32 member = thread_index(), first = number * ROW_PACKS + member;
   Pack* here = args.memory[RANK] + staged(args, 0, call) + first;
   Pack mine[PACKS], residual[PACKS];
-#pragma unroll
-  for (u32 j = 0; j < PACKS; ++j) {
-    if (!in_row(j, member)) continue;
-    mine[j] = args.input[first + j * TEAM];
-    if (RESIDUAL) residual[j] = args.residual[first + j * TEAM];
-  }
+  load_own(args, first, mine, residual);
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;

@@ -4,7 +4,7 @@
 // squares are added by pack, then over 32 neighbouring packs, then over those in a fixed tree,
 // whoever holds them, so a row has the same bits in every form of the kernels and beside any others.
 //
-// Macros, set by fused.py, beside ELEMENT, WORLD_SIZE and RANK:
+// Macros, set by fused/layout.py, beside ELEMENT, WORLD_SIZE and RANK:
 //   WEIGHT        as ELEMENT, of the norm's weights
 //   HIDDEN        elements of a row, a multiple of 8
 //   TEAM_WARPS    warps of a block
@@ -94,6 +94,16 @@ DEVICE float add_row(const Row& row, TeamShared& shared, u32 turn, u32 member) {
   for (u32 at = 0; at < WARP_SUMS; at += WARP)
     if (at + lane < WARP_SUMS) sum += shared.sums[turn % 2][at + lane];
   return add_lanes(sum);
+}
+
+// This rank's packs of a row, and the residual's; `first` is the index of this thread's first.
+DEVICE void load_own(const Args& args, u32 first, Pack* mine, Pack* residual) {
+#pragma unroll
+  for (u32 j = 0; j < PACKS; ++j) {
+    if (!in_row(j, thread_index())) continue;
+    mine[j] = args.input[first + j * TEAM];
+    if (RESIDUAL) residual[j] = args.residual[first + j * TEAM];
+  }
 }
 
 // The sum over ranks is rounded before the residual is added, as where they are two kernels.

@@ -45,12 +45,7 @@ DEVICE void sum_turn(const Args& args, Row& row, u32 turn, u32 call) {
   const u32 stride = part(args, 1, call) - part(args, 0, call);
   Pack* here = args.memory[RANK] + part(args, 0, call) + own;
   Pack mine[PACKS], residual[PACKS];
-#pragma unroll
-  for (u32 j = 0; j < PACKS; ++j) {
-    if (!in_row(j, member)) continue;
-    mine[j] = args.input[first + j * TEAM];
-    if (RESIDUAL) residual[j] = args.residual[first + j * TEAM];
-  }
+  load_own(args, first, mine, residual);
 #pragma unroll
   for (u32 j = 0; j < PACKS; ++j) {
     if (!in_row(j, member)) continue;

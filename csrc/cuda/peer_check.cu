@@ -4,9 +4,6 @@
 // A thread a peer stores a pack into that peer's staging memory, as the other kernels do, and looks
 // for the peer's own, but not for longer than the time-out. Nothing is ended: the answer says whose
 // pack came. What came is emptied again.
-//
-// Macros, set by peer_check.py:
-//   WORLD_SIZE, RANK
 
 #include "packs.h"
 

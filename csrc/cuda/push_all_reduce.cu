@@ -9,11 +9,6 @@
 //
 // Progress: adders wait only for pushers on the other GPU, and pushers wait for nobody. Blocks begin
 // in the order of their index, so the first pack that is missing anywhere has its pusher running.
-//
-// Macros, set by push.py:
-//   ELEMENT       0 float, 1 half, 2 bfloat16
-//   WORLD_SIZE    2
-//   RANK          this one
 
 #include "push_args.h"
 

@@ -1,4 +1,5 @@
-// What all kernels that push packs between ranks share: the ranks, and the staging memory.
+// What all kernels that push packs between ranks share: the ranks, and the staging memory. Macros:
+// ELEMENT (0 float, 1 half, 2 bfloat16), WORLD_SIZE and RANK, this one.
 //
 // Staging memory has two halves, which calls use in turn. A peer writes into a half again two calls
 // later. To end the call between, it had to have a sum with what this rank pushed in that call, thus

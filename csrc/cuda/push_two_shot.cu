@@ -11,11 +11,7 @@
 // warps of the block with the same index on other GPUs. Blocks begin in the order of their index, so
 // the lowest that has not ended everywhere has a free place there.
 //
-// Macros, set by push.py:
-//   ELEMENT       0 float, 1 half, 2 bfloat16
-//   WORLD_SIZE    ranks, 3 to 8
-//   RANK          this one
-//   SHARE         chunks of every rank that a block handles at a time
+// SHARE, set by backends/push.py: chunks of every rank that a block handles at a time.
 
 #include "push_args.h"
 
