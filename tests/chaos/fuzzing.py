@@ -59,22 +59,16 @@ class Growth:
     num_descriptors: int
 
 
-@dataclass(frozen=True)
-class Held:
-    heap_bytes: int
-    num_blocks: int
-    num_threads: int
-    num_descriptors: int
-
-    def growth_since(self, before: Held, num_sent: int, num_refused: int) -> Growth:
-        pairs = zip(vars(self).values(), vars(before).values(), strict=True)
-        return Growth(num_sent, num_refused, *(after - earlier for after, earlier in pairs))
-
-
-def held() -> Held:
+def held() -> tuple[int, int, int, int]:
+    """Bytes of the C heap, blocks of the interpreter's, threads, descriptors."""
     gc.collect()
     census = take_census([os.getpid()])
-    return Held(heap_bytes(), sys.getallocatedblocks(), census.threads, census.descriptors)
+    return heap_bytes(), sys.getallocatedblocks(), census.threads, census.descriptors
+
+
+def _growth(num_sent: int, num_refused: int, before: Sequence[int], after: Sequence[int]) -> Growth:
+    more = (late - early for early, late in zip(before, after, strict=True))
+    return Growth(num_sent, num_refused, *more)
 
 
 def is_steady(growth: Growth) -> bool:
@@ -121,7 +115,7 @@ def fuzz_side_channel(num_frames: int, seed: int, secret: bytes | None = None) -
             assert isinstance(reply, wire.Described), reply
     finally:
         server.close()
-    return after.growth_since(before, num_sent, server.num_refused)
+    return _growth(num_sent, server.num_refused, before, after)
 
 
 def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
@@ -149,7 +143,7 @@ def fuzz_notifications(num_notifications: int, seed: int) -> Growth:
     sender.remove_peer(peer)
     sender.close()
     owner.close()
-    return after.growth_since(before, num_sent, recorded["unmatched_notifications"])
+    return _growth(num_sent, recorded["unmatched_notifications"], before, after)
 
 
 def _exchange(dealer: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:

@@ -185,8 +185,8 @@ def first_word(plain: Server, path: str, body: Mapping[str, Any]) -> str:
     return "".join(message.get(name) or "" for name in _TEXTS)
 
 
-def check_source(added: Metrics, way: str, count: int = 1) -> None:
-    """So many first tokens came in a way; one that comes later than its prompt, as on a busy
+def check_source(added: Metrics, way: str) -> None:
+    """One first token came in a way; one that comes later than its prompt, as on a busy
     machine, is the decode server's own."""
     late = added.total(FIRST_TOKENS, way="not_offered") if way == "prefill" else 0
-    assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == count
+    assert added.total(FIRST_TOKENS, way=way) + late == added.total(FIRST_TOKENS) == 1

@@ -33,12 +33,9 @@ from tests.cpu.event_streams import (
     tokens_and_first,
     told,
 )
-from tests.cpu.test_speculation import NGRAM, speculation
 from tests.kit import LOADS_BEGIN, cluster, parity
-from tests.kit.composed import OWN, Cluster, Pair, prompts
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.servers import ProxyServer, Server, VllmServer
-from tests.kit.tiny_lora import write_lora
 
 CHUNK_TOKENS = 128
 HANDOVERS = "vllm:commext_nixl_handovers_total"
@@ -325,71 +322,3 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
         wait_for_added(late.url, before, FAILURES, at_least=1)
         added = scrape(late.url).minus(before)
         assert added.total(FIRST_TOKENS, way="prefill") == added.total(FAILURES) == 1
-
-
-@pytest.mark.long
-def test_a_decode_server_that_is_killed_after_the_first_token_ends_the_stream(
-    servers: Servers, tmp_path: Path
-) -> None:
-    config = cluster.kv_transfer_config(
-        "kv_consumer", connector="LateNixlConnector", module_path="tests.kit.late_connector"
-    )
-    file = tmp_path / "loads-begin"
-    mortal = cluster.engine_server(
-        "mortal", servers.model, tmp_path, config, environ={LOADS_BEGIN: str(file)}
-    )
-    with mortal, proxy_of(servers.prefill, mortal, tmp_path) as proxy:
-        file.touch()
-        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
-        file.unlink()
-        body, request_id = spoken(servers.plain, COMPLETIONS, {}), uuid.uuid4().hex
-        with asked(proxy, COMPLETIONS, body, request_id) as answer:
-            pieces = answer.iter_raw()
-            first = next(pieces)
-            mortal.signal_all(signal.SIGKILL)
-            rest = b"".join(pieces)
-        (choice,) = json.loads(first.removeprefix(b"data: "))["choices"]
-        assert choice["text"] == first_word(servers.plain, COMPLETIONS, body)
-        assert json.loads(rest.removeprefix(b"data: "))["error"]["side"] == "decode"
-
-
-@pytest.mark.long
-def test_adapters_have_first_tokens_of_their_own(composed: Cluster) -> None:
-    model, names = composed.model("llama"), ["first", "second"]
-    adapters = [
-        f"{name}={write_lora(composed.folder / name, model, seed)}"
-        for seed, name in enumerate(names)
-    ]
-    both = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
-    both += ["--lora-modules", *adapters]
-    pair = composed.pair(model, both, both, names=[cluster.MODEL_NAME, *names])
-    check_pair(composed, pair, "prefill")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sides", ["both", "decode"])
-def test_a_decode_server_that_speculates_samples_its_own_first_tokens(
-    composed: Cluster, sides: str
-) -> None:
-    ngram = speculation(**NGRAM)
-    pair = composed.pair(composed.model("llama"), ngram if sides == "both" else [], ngram)
-    check_pair(composed, pair, "engine")
-
-
-def check_pair(composed: Cluster, pair: Pair, way: str) -> None:
-    """Streams of both engines are the decode engine's own, with first tokens that came so."""
-    with proxy_of(pair.prefill, pair.decode, composed.folder) as proxy:
-        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
-        before = scrape(pair.decode.url)
-        for name in pair.names:
-            for prompt in prompts():
-                kind = {"model": name, "prompt": prompt, "return_token_ids": True, **CONTINUOUS}
-                body, request_id = body_of(COMPLETIONS, kind), uuid.uuid4().hex
-                found = told(proxy, COMPLETIONS, body, request_id)
-                own = told(pair.decode, COMPLETIONS, {**body, **OWN}, request_id)
-                assert found.path == "streamed"
-                assert canonical(found) == canonical(own)
-        count = len(pair.names) * len(prompts())
-        wait_for_added(pair.decode.url, before, FIRST_TOKENS, at_least=count)
-        added = scrape(pair.decode.url).minus(before)
-        check_source(added, way, count)

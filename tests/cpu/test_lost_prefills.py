@@ -124,15 +124,6 @@ def test_the_decode_server_computes_the_rest_alone(deep_model: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_it_does_so_beside_another_prefill_server(deep_model: Path, tmp_path: Path) -> None:
-    prefill = [engine(f"p{n}", "kv_producer", deep_model, tmp_path) for n in range(2)]
-    decode = engine("d", "kv_consumer", deep_model, tmp_path)
-    added, counted = check(tmp_path, prefill, decode)
-    assert tokens_of(added, "local_cache_hit") > 0
-    assert counted.total(STREAMS, way="alone") == 1
-
-
-@pytest.mark.long
 def test_a_prompt_that_another_prefill_server_computes_is_read_from_there_on(
     deep_model: Path, tmp_path: Path
 ) -> None:

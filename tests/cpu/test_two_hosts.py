@@ -22,7 +22,7 @@ from tests.kit.ports import free_port
 from tests.kit.prompts import prompt_set
 from tests.kit.servers import CPU_ENVIRON, Server, VllmServer
 
-pytestmark = pytest.mark.long  # four servers
+pytestmark = pytest.mark.long
 PROMPTS = prompt_set(4, seed=5, block_size=cluster.BLOCK_SIZE)
 END_SECONDS = 90
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
@@ -80,24 +80,17 @@ def tokens_of(server: Server) -> list[tuple[int, ...]]:
     return [complete(server.url, cluster.MODEL_NAME, prompt).token_ids for prompt in PROMPTS]
 
 
-def test_the_tokens_are_the_same_over_two_hosts(link: Link, model: Path, tmp_path: Path) -> None:
-    answers: dict[str, list[tuple[int, ...]]] = {}
-    for toggle in ("0", "1"):
-        with engine(link, toggle, {TOGGLE: toggle}, model, tmp_path) as (first, second):
-            answers[toggle] = tokens_of(first)
-            logs = first.log_text(), second.log_text()
-        assert ["shm_queue active" in log for log in logs] == [toggle != "0"] * 2
-        assert (LEFT in logs[0]) == (toggle == "1")
-    assert answers["0"] == answers["1"]
-
-
-def test_the_collectives_leave_two_hosts_to_vllm(link: Link, model: Path, tmp_path: Path) -> None:
-    """With everything on the server starts, says that they stand aside, and answers as without."""
+def test_two_hosts_are_left_to_vllm_and_the_tokens_are_the_same(
+    link: Link, model: Path, tmp_path: Path
+) -> None:
+    """With everything on the server starts, says once what stands aside, and answers as without."""
     with engine(link, "on", ALL_ON, model, tmp_path) as (first, second):
         found = tokens_of(first)
-        logs = first.log_text() + second.log_text()
-    assert logs.count(STOOD_ASIDE) == 1
-    assert "ring buffers serve" not in logs
+        logs = first.log_text(), second.log_text()
+    assert ["shm_queue active" in log for log in logs] == [True, True]
+    assert LEFT in logs[0]
+    assert "".join(logs).count(STOOD_ASIDE) == 1
+    assert "ring buffers serve" not in "".join(logs)
     with engine(link, "without", WITHOUT, model, tmp_path) as (first, second):
         assert tokens_of(first) == found
         assert "commext:" not in first.log_text() + second.log_text()
