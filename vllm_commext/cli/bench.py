@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.bench import figures
 from vllm_commext.errors import ConfigError
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import read_secret
 
 if TYPE_CHECKING:
     from vllm_commext.bench.client import Endpoint
-    from vllm_commext.bench.figures import Sample
     from vllm_commext.bench.workload import Arrival
-    from vllm_commext.limits import Limits
 
 HELP = "compare servers under open load: goodput within limits, beside the noise"
 
@@ -42,7 +42,7 @@ class Contestant:
 
     name: str
     endpoint: "Endpoint"
-    rounds: "list[Sequence[Sample]]"
+    rounds: list[Sequence[figures.Sample]]
 
 
 def _positive(text: str) -> float:
@@ -137,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     from vllm_commext.bench import client
-    from vllm_commext.limits import Limits
 
     key = read_secret(args.api_key_file) if args.api_key_file else ""
     contestants: list[Contestant] = []
@@ -242,10 +241,8 @@ async def _measure(
     return late
 
 
-def table(contestants: Sequence[Contestant], limits: "Limits") -> list[str]:
+def table(contestants: Sequence[Contestant], limits: Limits) -> list[str]:
     """Figures over all rounds in Markdown, why requests failed and how they were placed."""
-    from vllm_commext.bench import figures
-
     lines = ["", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
     remarks: list[str] = []
     for one in contestants:
@@ -274,10 +271,8 @@ def _three(seconds: Sequence[float]) -> str:
     return " / ".join(f"{1e3 * one:.3g}" if one < 1 else f"{1e3 * one:,.0f}" for one in seconds)
 
 
-def _verdicts(contestants: Sequence[Contestant], limits: "Limits") -> list[tuple[str, bool]]:
+def _verdicts(contestants: Sequence[Contestant], limits: Limits) -> list[tuple[str, bool]]:
     """A sentence for each endpoint but the first, and whether that is worse."""
-    from vllm_commext.bench import figures
-
     found: list[tuple[str, bool]] = []
     first = contestants[0]
     for one in contestants[1:]:
@@ -290,7 +285,7 @@ def _verdicts(contestants: Sequence[Contestant], limits: "Limits") -> list[tuple
 def _content(
     args: argparse.Namespace,
     contestants: Sequence[Contestant],
-    limits: "Limits",
+    limits: Limits,
     found: Sequence[tuple[str, bool]],
 ) -> Mapping[str, Any]:
     return {

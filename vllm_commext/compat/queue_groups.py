@@ -11,6 +11,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
+
 from vllm_commext.shm.codec import StepClasses
 from vllm_commext.shm.queue import Handle, MessageQueue
 from vllm_commext.shm.reducers import PROTOCOL, is_dense, reduce_tensor
@@ -73,8 +76,6 @@ class TensorArena:
 
     def reducers(self) -> dict[type, Reducer]:
         """Reducers of the writer by type: of a tensor in a slot the slot, of others as usual."""
-        import torch
-
         only_an_arena = SimpleNamespace(arena=self._arena)  # all that vLLM's pickler needs for it
         to_slot = partial(self._stock._ArenaPickler.reducer_override, only_an_arena)
 
@@ -89,12 +90,6 @@ class TensorArena:
 
 
 LEFT = "commext: shm_queue: left to vLLM's own: %s"
-
-
-def _stock_handle() -> type:
-    from vllm.distributed.device_communicators.shm_broadcast import Handle
-
-    return Handle
 
 
 def create_from_process_group(
@@ -141,8 +136,6 @@ def create_from_process_group_single_reader(
 
     Returns this rank's queue, to write to, and at `reader_rank` the handles of all, else [].
     """
-    import torch.distributed as dist
-
     rank, per_host = dist.get_rank(), _ranks_per_host()
     n_local = 1 if rank // per_host == reader_rank // per_host else 0
     queue = GroupMessageQueue(1, n_local, max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
@@ -157,34 +150,23 @@ def _ranks_per_host() -> int:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import get_assigned_physical_gpu_ids
 
-    assigned = get_assigned_physical_gpu_ids()
-    if assigned is not None:
+    if (assigned := get_assigned_physical_gpu_ids()) is not None:
         return len(assigned)
     count: int = current_platform.device_count()  # pyright: ignore[reportOptionalCall]
     return count
 
 
-def _is_torch_group(pg: Any) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(pg, dist.ProcessGroup)
-
-
 def _place(pg: Any) -> tuple[int, int]:
     """Return rank in the group and size of the group."""
-    if not _is_torch_group(pg):
+    if not isinstance(pg, dist.ProcessGroup):
         return pg.rank, pg.world_size
-    import torch.distributed as dist
-
     return dist.get_rank(pg), dist.get_world_size(pg)
 
 
 def _broadcast(pg: Any, obj: Any, source: int) -> Any:
     """Return the `obj` of rank `source` of the group, at every rank."""
-    if not _is_torch_group(pg):
+    if not isinstance(pg, dist.ProcessGroup):
         return pg.broadcast_obj(obj, source)
-    import torch.distributed as dist
-
     holder = [obj]
     dist.broadcast_object_list(holder, src=dist.get_process_group_ranks(pg)[source], group=pg)
     return holder[0]
@@ -209,7 +191,9 @@ class GroupMessageQueue(MessageQueue):
     @classmethod
     def create_from_handle(cls, handle: Any, rank: int) -> Any:
         """Make the reading end for `rank` of a queue of either class."""
-        if isinstance(handle, _stock_handle()):
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        if isinstance(handle, shm_broadcast.Handle):
             return cls.stock.create_from_handle(handle, rank)
         return super().create_from_handle(handle, rank)
 
