@@ -1,5 +1,4 @@
-"""What a worker does to the memory of its cache beside reads: a copy in host memory, and the last
-blocks of loads.
+"""A copy of a worker's cache in host memory, and the zeroing of the last blocks of loads.
 
 Where a fabric does not reach the device's memory, peers read from the copy and into it. A prefill
 worker copies a prompt's blocks out at the end of the step that computes them; a decode worker
@@ -27,11 +26,6 @@ class HostBuffer:
 
     Attributes:
         views: a tensor a layer, of the shape, strides and dtype of the layer's cache.
-
-    Args:
-        caches: the layers' caches on the device.
-        num_blocks: blocks that the cache manager hands out.
-        layers: for each group, the names of its layers.
     """
 
     def __init__(
@@ -92,8 +86,6 @@ class LastBlocks:
 
     Args:
         caches: layer name to its cache ``[rows, ...]``, as many rows a block in each.
-        layers: for each group, the names of its layers.
-        num_blocks: blocks that the cache manager hands out.
     """
 
     def __init__(

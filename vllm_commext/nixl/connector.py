@@ -135,7 +135,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def _sampler_of(
         vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> Sampler:
-        """What first tokens follow from; none are handed over where this vLLM cannot send them."""
+        """First tokens are not handed over where this vLLM cannot send them."""
         if fits.why_not("nixl first token"):
             return Sampler(refusal=FirstToken.ENGINE)
         from vllm_commext.compat.first_token import sampler_of
@@ -186,13 +186,13 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """What lets a block be moved in the fewest runs of bytes."""
+        """The layout that lets a block be moved in the fewest runs of bytes."""
         return required_cache_layout(vllm_config)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """No: other memory takes the cache's place when the engine wakes up (vLLM 0.33 and
-        newer ask; ``check_supported`` tells older ones)."""
+        newer ask; ``check_supported`` refuses it in 0.32)."""
         return False
 
     @classmethod
@@ -261,7 +261,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def has_pending_push_work(self) -> bool:
-        """Whether a paused engine must go on stepping: its workers are to know of the pause, and
+        """True if a paused engine must go on stepping: its workers are to know of the pause, and
         loads to end."""
         return self.pauses is not None and self.pauses.has_work()
 

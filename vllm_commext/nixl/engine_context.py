@@ -1,4 +1,4 @@
-"""What the parts of one engine's scheduler side have in common."""
+"""State that the parts of one engine's scheduler side share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.first_token import Sampler
@@ -21,17 +20,13 @@ from vllm_commext.nixl.wakeup import WakeupSocket
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.seal import read_secret
 
-if TYPE_CHECKING:
-    from vllm_commext.nixl.geometry.layout import Group
-
 
 @dataclass(frozen=True)
 class Streaming:
-    """What an engine does of chunk streaming.
+    """An engine's chunk streaming.
 
     Attributes:
-        refusal: why it does nothing of it, None where it does.
-        groups: the cache's groups, in the order of a request's lists of blocks.
+        refusal: why it streams nothing, None if it does.
         max_tokens: of the longest prompt.
         chunk_tokens: tokens that a step computes at most.
     """
@@ -43,19 +38,17 @@ class Streaming:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Where each group's block ids stand in a row."""
         return regions_of(self.groups, self.max_tokens)
 
     @property
     def pieces_per_row(self) -> int:
-        """Of block ids; 0 where it does nothing of it."""
+        """Block-id pages per row; 0 if streaming is off."""
         return sum(one.num_pieces for one in self.regions)
 
 
 def streaming_refusal(
     groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
 ) -> Handover | None:
-    """Why an engine with these groups of blocks does not stream, None where it does."""
     if not is_on:
         return Handover.OFF
     if all(group.kind != FULL for group in groups):
@@ -69,11 +62,10 @@ def streaming_refusal(
 
 @dataclass(frozen=True)
 class Reusing:
-    """What an engine does of reuse.
+    """An engine's reuse of blocks across engines.
 
     Attributes:
-        refusal: why it does nothing of it, None where it does.
-        block_size: tokens of a block.
+        refusal: why it does nothing of it, None if it does.
         max_blocks: blocks of the longest prompt.
         configuration: gives the digest of the facts on which engines must agree.
     """
@@ -87,7 +79,6 @@ class Reusing:
 def reuse_refusal(
     groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
 ) -> NoReuse | None:
-    """Why an engine with these groups of blocks reuses none, None where nothing is known yet."""
     if not is_on:
         return NoReuse.OFF
     if len(groups) != 1 or groups[0].kind != FULL:
@@ -99,25 +90,15 @@ def reuse_refusal(
 
 @dataclass
 class EngineContext:
-    """One engine.
+    """One engine; by default nothing is handed over, streamed or reused.
 
     Attributes:
-        engine_id: its id.
-        config: the connector's settings.
         groups: the cache's groups, in the order of a request's lists of blocks.
-        tp_size: its tensor-parallel ranks.
-        port: its side-channel port.
-        pp_size: its pipeline stages.
         produces: its role lets it prefill for others.
         consumes: its role lets it decode for others.
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
-        sampler: what first tokens follow from beside requests; by default, none is handed over.
-        streaming: what it does of chunk streaming; by default, nothing.
-        reusing: what it does of reuse across engines; by default, nothing.
         incarnation: differs at every start of it.
         fence_key: what the fences' nonces follow from.
-        step: what its workers are told with the next step, so far.
-        recorder: where counts and timings of its scheduler side go.
     """
 
     engine_id: str
@@ -139,7 +120,7 @@ class EngineContext:
 
     @cached_property
     def secret(self) -> bytes | None:
-        """What parameters are sealed and side channels proven with, None where there is none.
+        """Seals parameters and proves side channels; None without a secret file.
 
         Raises:
             ConfigError: it cannot be read.

@@ -1,5 +1,5 @@
-"""What the connector reads from vLLM's configuration: what it can serve, and the facts both
-engines compare."""
+"""Reads vLLM's configuration: refuses what cannot be served, and lists the facts that both engines
+compare."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _check_spec(spec: KVCacheSpec) -> None:
             f"{type(spec).__name__}: use vLLM's own NixlConnector for it"
         )
     has_states = SERVED_SPECS[type(spec)] == STATE
-    if getattr(spec, "tokens_per_state", 1) != 1 and not has_states:
+    if spec.tokens_per_state != 1 and not has_states:
         raise UnsupportedError(
             "CommextNixlConnector transfers caches with an entry a token; this model compresses "
             "several tokens into one: use vLLM's own NixlConnector for it"
@@ -203,7 +203,7 @@ def _check_spec(spec: KVCacheSpec) -> None:
 def _check_states(spec: Any) -> None:
     if reason := fits.why_not(kv_connector.STATES_PART):
         raise UnsupportedError(f"CommextNixlConnector transfers no states here: {reason}")
-    mode = getattr(spec, "mamba_cache_mode", "none")
+    mode = spec.mamba_cache_mode
     if mode not in ("none", "align"):
         raise UnsupportedError(
             "CommextNixlConnector transfers the state after the last token, and this engine keeps "
@@ -224,7 +224,6 @@ def _check_states(spec: Any) -> None:
 
 
 def model_facts(vllm_config: VllmConfig, tp_rank: int) -> ModelFacts:
-    """What the cache's specifications do not say."""
     model = vllm_config.model_config
     return ModelFacts(
         rank=Rank(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
@@ -263,8 +262,8 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
 
 
 def _long_rope(model: ModelConfig) -> dict[str, bool]:
-    """Of a model with two sets of rotations, whether the long one is used: vLLM takes it for all
-    tokens where the engine serves more of them than the model was first trained on."""
+    """vLLM takes LongRoPE's long factors for all tokens if the engine serves more of them than the
+    model was first trained on."""
     rope: Any = getattr(model.hf_text_config, "rope_parameters", None) or {}
     first = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") != "longrope" or first is None:
@@ -283,7 +282,7 @@ def _dtype(spec: KVCacheSpec) -> Any:
 
 
 def _draft_kv_cache(vllm_config: VllmConfig) -> str:
-    """What of speculative decoding adds layers to the cache; the number of guesses does not."""
+    """Name the draft model whose layers are in the cache; the number of guesses changes none."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_KV:
         return "none"

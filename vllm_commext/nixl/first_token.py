@@ -1,9 +1,7 @@
-"""Whether the token that a prefill engine sampled after a prompt is the decode engine's first one.
+"""Decides if the token that a prefill engine sampled after a prompt is the decode engine's first.
 
-A prefill engine samples one token to end its request; it has always been thrown away, and the
-decode engine computed the last prompt token once more to sample it anew.  Here the prefill engine
-hands it over, and the decode engine answers with it as soon as the request arrives, loads the KV
-cache of all N prompt tokens, and goes on with the second token.
+The prefill engine hands it over, and the decode engine answers with it as soon as the request
+arrives, loads the KV cache of all N prompt tokens, and goes on with the second token.
 
 Why that is exact.  The first token is drawn from a distribution that follows from the model, the
 prompt, what the engine does to the logits, and the request's own parameters.
@@ -67,7 +65,7 @@ _REASONS = {
     "bad_words": FirstToken.LOGIT_RULES,
     "min_tokens": FirstToken.MIN_TOKENS,
 }
-"""What a parameter that is not at its default means; any other one is ``OTHER``."""
+"""Reasons of parameters that are not at their defaults; any other one is ``OTHER``."""
 _WITHOUT_EFFECT = {
     # Where an answer ends.
     *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids"),
@@ -83,11 +81,10 @@ _SAMPLE = re.compile(r"\d+_")
 
 @dataclass(frozen=True)
 class Sampler:
-    """What an engine's first tokens follow from beside the prompt and a request's own parameters.
+    """An engine's influence on first tokens beside the prompt and a request's parameters.
 
     Attributes:
         digest: of the engine's facts, hexadecimal.
-        num_tokens: tokens of the model's vocabulary.
         refusal: why this engine computes all first tokens, None to look at each request.
     """
 
@@ -101,14 +98,13 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def refusal_of(own: Sampler, request: Request) -> FirstToken | None:
-    """Why a request's first token is computed here, whatever a prefill engine hands over; None
-    where that decides."""
+    """The reason to compute a first token here whatever is handed over; None if there is none."""
     return own.refusal or _reason(request)
 
 
 def offer(own: Sampler, request: Request) -> tuple[int, str]:
-    """What a prefill engine hands over of a finished request: the first token that it sampled, and
-    what that token was drawn by; (-1, "") where another engine could not use it."""
+    """The first token that a prefill engine sampled and how it was drawn; (-1, "") if another
+    engine could not use it."""
     tokens = request.output_token_ids
     if not len(tokens) or refusal_of(own, request):
         return NO_TOKEN, ""
@@ -116,13 +112,7 @@ def offer(own: Sampler, request: Request) -> tuple[int, str]:
 
 
 def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -> FirstToken:
-    """Where a request's first token comes from.
-
-    Args:
-        own: the decode engine's.
-        transfer_params: what the prefill engine hands over, compared with the request's prompt.
-        request: the request.
-    """
+    """Decide where a first token comes from; ``transfer_params`` fit the request's prompt."""
     reason = refusal_of(own, request)
     if reason:
         return reason
@@ -135,7 +125,7 @@ def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -
 
 
 def _reason(request: Request) -> FirstToken | None:
-    """Why the request's first token follows from more than is compared, None where it does not."""
+    """The reason if the first token follows from more than is compared, else None."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return FirstToken.PROMPT
     if request.mm_features or request.resumable:
@@ -161,14 +151,14 @@ def _unusual(params: Any) -> list[str]:
 
 
 def _is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
-    """Whether a parameter is at its default, of which nothing at all is another form."""
+    """True for the default and for an empty value, which means the same."""
     if value is None or value is False or (isinstance(value, (list, set, dict)) and not value):
         return True
     return isinstance(value, (bool, int, float, str)) and bool(value == field.default)
 
 
 def _drawn_by(own: Sampler, params: Any) -> str:
-    """What a token is drawn by, as text that is equal exactly where all of it is."""
+    """The parameters that a token is drawn by, as text to compare."""
     if params.temperature == 0:
         return f"{own.digest} {GREEDY}"
     values = (f"{name}={getattr(params, name)!r}" for name in _DRAWN_BY)

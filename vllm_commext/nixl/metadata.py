@@ -1,4 +1,4 @@
-"""What the connector's scheduler side and worker side send each other, in vLLM's envelopes."""
+"""Messages between the connector's scheduler side and worker side, in vLLM's envelopes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ class StepMetadata(KVConnectorMetadata):
         loads: blocks to read or to release.
         waits: requests whose blocks must be kept by their prefill engines until their loads begin.
         holds: finished prefills whose blocks wait for readers.
-        releases: such prefills that nobody will read.
-        given_up: late loads whose blocks the scheduler has taken out of use.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
             peers read from a copy there.
-        chunks: what the step computes of prompts that are read meanwhile.
         restarts: such prompts whose blocks were taken away before the step.
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
@@ -66,7 +63,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         late: loads past their deadline on at least one worker.
         settled: given-up loads, each with the number of workers on which nothing of it is under
             way.
-        ends: requests that ended otherwise than they should on at least one worker.
         unread: failed loads of which vLLM is not told, see ``Load.recomputes``.
         gauges: what stands at each worker, of those where it has changed.
     """

@@ -14,7 +14,7 @@ from vllm_commext.nixl.geometry.topology import Split
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What the worker of one stage tells those of the others.
+    """The message of one stage's worker to those of the others.
 
     Attributes:
         names: its layers that have a cache.
@@ -37,10 +37,8 @@ class Pipeline:
     """A worker's place among the stages of its engine.
 
     Attributes:
-        size: stages.
-        index: this worker's, from 0.
-        gather: given what this worker says, what the same rank of each stage says, in their order;
-            all of them have to call it.
+        index: this worker's stage.
+        gather: all-gathers bytes over the same rank of each stage, in their order.
     """
 
     size: int = 1
@@ -76,8 +74,7 @@ ONE_STAGE = Pipeline()
 
 
 def gather_bytes(own: bytes, group: torch.distributed.ProcessGroup) -> list[bytes]:
-    """What every process of a group on CPUs says, in the order of their ranks; bounded by the
-    group's time-out.  Without pickle, as vLLM's own functions for objects are not."""
+    """All-gather bytes over a group on CPUs, bounded by the group's time-out, without pickle."""
     counts = _gather(torch.tensor([len(own)], dtype=torch.int64, device="cpu"), group)
     sizes = [int(count) for count in counts]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")

@@ -1,10 +1,10 @@
-"""Why a request's first token, its KV cache or its blocks took the way that they took."""
+"""Reasons, as metrics and log lines name them."""
 
 from vllm_commext.reasons import Reason
 
 
 class FirstToken(Reason):
-    """Where a request's first token comes from, or why the decode engine computes it."""
+    """The source of a request's first token, or the reason to compute it on the decode engine."""
 
     PREFILL = "prefill", "the prefill engine's"
     RESUMED = "resumed", "an answer that another decode engine has begun, and that goes on here"
@@ -24,7 +24,7 @@ class FirstToken(Reason):
 
 
 class Handover(Reason):
-    """How a request's KV cache is handed over: by chunks, or why whole or not at all."""
+    """The way in which a request's KV cache is handed over, with its reason."""
 
     STREAMED = "streamed", "by chunks, while the prompt is computed"
     NO_KEY = "no_key", "its router gave no key"
@@ -43,7 +43,7 @@ class Handover(Reason):
 
 
 class NoReuse(Reason):
-    """Why an engine reuses no blocks across engines."""
+    """Reasons of an engine to reuse no blocks across engines."""
 
     OFF = "off", "it was not asked to"
     LAYERS = "layers", "this model's blocks do not all stay in one group until the end"

@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side about single requests, and what comes back."""
+"""Messages about single requests between the scheduler side and the worker side."""
 
 import threading
 from collections.abc import Callable
@@ -31,12 +31,7 @@ class RemoteRequest:
     """A finished prefill, as its engine's request parameters describe it, or one that goes on.
 
     Attributes:
-        engine_id: id of the prefill engine.
         incarnation: its start, "" where the parameters do not say.
-        host: its side-channel host.
-        port: its side-channel port.
-        tp_size: its tensor-parallel ranks.
-        request_id: the request's id there.
         block_ids: its blocks there, a list a group; the last one of each holds the last token.
         num_tokens: tokens whose KV the blocks hold.
         fence_slot: slot of its fence, -1 where the parameters do not say.
@@ -46,7 +41,6 @@ class RemoteRequest:
         stream_regions: where each group's block ids begin in the row, in pieces; see
             ``stream.progress``.
         stream_tag: what tells it from other requests that get the row.
-        pp_size: the engine's pipeline stages.
         generations: one a block, where the blocks are kept for nobody: what was read counts if each
             still stands there afterwards, see ``reuse.offers``. Without fence and lease.
     """
@@ -69,7 +63,7 @@ class RemoteRequest:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its engine keeps the blocks until it is told that they are not needed."""
+        """True if its engine keeps the blocks until their readers release them."""
         return not self.generations
 
 
@@ -78,7 +72,6 @@ class Load:
     """One request's blocks to be read.
 
     Attributes:
-        request_id: the request's id in this engine.
         remote: where the blocks are; None where the parameters could not be read.
         blocks: this engine's blocks to be filled, an entry a group; empty where nothing is missing.
         num_tokens: tokens whose KV is wanted, counted from the prompt's first.
@@ -135,11 +128,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a step computes of a prompt that is read meanwhile.
+    """The part of a streamed prompt that a step computes.
 
     Attributes:
-        row: the prompt's row of the workers' progress tables.
-        nonce: its fence's.
         listed: blocks that the step adds.
         num_tokens: tokens of the prompt that are computed after it.
         begins: the prompt gets its row with this step.
@@ -164,11 +155,9 @@ class Restart:
 
 @dataclass
 class Outcomes:
-    """What ended on a worker since it was last asked; request ids of this engine.
+    """Request ids whose transfers ended on a worker since the last call.
 
     Attributes:
-        sent: prefills whose blocks may be freed.
-        received: loads that ended, well or not.
         failed: the part of ``received`` that did not end well.
         late: loads past their deadline that are still under way.
         settled: formerly late loads that are under way no longer.

@@ -30,7 +30,6 @@ class SchedulerSide:
     """One engine's requests, as the connector sees them.
 
     Attributes:
-        engine: the engine.
         prompts: requests whose prompts other engines have.
 
     Raises:
@@ -67,7 +66,7 @@ class SchedulerSide:
             if isinstance(worker, HandshakeMetadata)
         }
         descriptions = {number: worker.description for number, worker in workers.items()}
-        if not (self.engine.produces or self._reuse.is_on) or self._server is not None:
+        if not (engine.produces or self._reuse.is_on) or self._server is not None:
             return
         if len(descriptions) < len(metadata):
             kinds = sorted({type(worker).__name__ for worker in metadata.values()})
@@ -143,13 +142,12 @@ class SchedulerSide:
         self.prompts.note_pause(is_paused=is_paused)
 
     def is_at_rest(self) -> bool:
-        """Whether the workers know that the engine is paused, no load is under way, and nothing is
+        """True if the workers know that the engine is paused, no load is under way, and nothing is
         kept for others."""
         return self.prompts.is_at_rest and not (self.has_news() or self._prefills.num_held > 0)
 
     def take_stats(self) -> dict[str, Any] | None:
-        """What was recorded here since the last call, see ``recorder.empty_data``; the gauges are
-        those of the whole engine."""
+        """See ``recorder.empty_data``; the gauges are those of the whole engine."""
         recorder = self.engine.recorder
         if self._server is not None:
             recorder.count(side_channel_rejects=self._server.take_refused())
@@ -170,7 +168,7 @@ class SchedulerSide:
         return taken
 
     def has_news(self) -> bool:
-        """Whether there is something that the workers have not been told."""
+        """True if the next step brings the workers something."""
         return self.engine.step != StepMetadata()
 
     def is_loading(self, request_id: str) -> bool:

@@ -54,7 +54,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Renew:
-    """Whether leases are renewed: a paused engine has nothing kept."""
+    """Turn heartbeats on or off: a paused engine has nothing kept."""
 
     is_on: bool
 
@@ -79,8 +79,6 @@ class TransferThread:
     Args:
         agent: the agent with the worker's memory registered; the thread owns it from ``start`` on.
         on_start: called once in the thread, before anything else (selects the GPU).
-        probe: given the first peer that is reached, measures in the thread how fast it is read, in
-            turns.
         publisher: says what has been computed of prompts that are read meanwhile; None where none
             are.
     """
@@ -183,7 +181,6 @@ class TransferThread:
         return streams.seconds_to_look() if len(streams) else None
 
     def _wait_at_rest(self) -> float:
-        """The same for what others may ask for."""
         if len(self._lease_manager):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS

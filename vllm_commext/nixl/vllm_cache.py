@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -44,17 +47,12 @@ from vllm_commext.nixl.geometry.topology import Rank, check_even
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_KINDS = {
-    "FullAttentionSpec": FULL,
-    "MLAAttentionSpec": FULL,
-    "SlidingWindowSpec": WINDOW,
-    "ChunkedLocalAttentionSpec": WINDOW,
-    "MambaSpec": STATE,
-}
 SERVED_SPECS: Mapping[type[KVCacheSpec], str] = {
-    getattr(kv_cache_interface, name): kind
-    for name, kind in _KINDS.items()
-    if hasattr(kv_cache_interface, name)
+    FullAttentionSpec: FULL,
+    MLAAttentionSpec: FULL,
+    SlidingWindowSpec: WINDOW,
+    ChunkedLocalAttentionSpec: WINDOW,
+    MambaSpec: STATE,
 }
 _STATE_KINDS = {
     "MAMBA1": MAMBA1,
@@ -70,15 +68,13 @@ _IN_PLACE = ("NONE", "FP8_PER_TENSOR")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the specifications do not say.
+    """Facts that the cache's specifications leave out.
 
     Attributes:
-        rank: this worker's place in its engine.
         num_kv_heads: KV heads of the whole model.
         num_groups: groups of the B and C projections in the whole model, None where the model does
             not say.
         conv_dim_first: convolution states keep channels first.
-        backends: attention backend of each layer, by name.
     """
 
     rank: Rank
@@ -104,18 +100,16 @@ def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
 
 
 def needs_zeroed_blocks(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM zeroes new blocks of attention before it uses them.
+    """True if vLLM zeroes new blocks of attention before it uses them.
 
     Its scheduler decides, whose configuration has the type of a group's first layer alone: a
     worker's, in which the layers of a group differ, is asked as that.
     """
-    has_states = any(group.kind == STATE for group in groups_of(kv_cache_config))
     groups = [
         replace(group, kv_cache_spec=specs_of(group.kv_cache_spec)[0])
         for group in kv_cache_config.kv_cache_groups
     ]
-    asked = replace(kv_cache_config, kv_cache_groups=groups)
-    return bool(getattr(asked, "needs_kv_cache_zeroing", has_states))
+    return replace(kv_cache_config, kv_cache_groups=groups).needs_kv_cache_zeroing
 
 
 def cache_layout(
@@ -126,8 +120,6 @@ def cache_layout(
     Args:
         caches: layer name to its tensor: ``[rows, heads, tokens, content]`` of attention, the
             whole blocks of a state-space layer.
-        kv_cache_config: groups and specifications.
-        model: what these do not say.
 
     Raises:
         UnsupportedError: a layer's memory is of a form that cannot be described; says which.
@@ -217,12 +209,12 @@ def _all_heads(name: str, spec: AttentionSpec, model: ModelFacts) -> int:
 
 
 def _content(name: str, spec: AttentionSpec, model: ModelFacts) -> str:
-    """Whether a token can be moved alone; latent attention has one head and keeps tokens apart, but
-    for the indexer of sparse attention, whose scales stand behind the data of a block's tokens."""
-    quantization = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    """``TOKENS`` if a token can be moved alone; latent attention has one head and keeps tokens
+    apart, but for the indexer of sparse attention, whose scales stand behind a block's tokens."""
+    quantization = spec.kv_quant_mode.name
     if quantization not in _IN_PLACE:
         return PAGES + quantization
-    if getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER":
+    if isinstance(spec, MLAAttentionSpec) and spec.cache_role.name == "INDEXER":
         return f"{PAGES}INDEXER"
     backend = model.backends.get(name, "an unknown backend")
     if isinstance(spec, MLAAttentionSpec) or backend in _BY_TOKEN:
@@ -255,7 +247,7 @@ def _describe_states(
         dim_first=model.conv_dim_first,
         tp_size=model.rank.size,
         num_groups=model.num_groups,
-        replicated=getattr(spec, "tp_replicated", False),
+        replicated=spec.tp_replicated,
     )
     for part in parts:
         check_even(part.split, model.rank.size, f"layer {name}, {part.name}")

@@ -62,9 +62,6 @@ class WakeupSocket:
 
     Attributes:
         address: what workers need to know; "" where there is no place for a socket.
-
-    Args:
-        num_workers: workers of this engine.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -153,7 +150,6 @@ def notifier(address: str, worker: int) -> Callable[[], None]:
     nobody has it any more.
 
     Args:
-        address: the wakeup socket's, from another process.
         worker: the worker's number; said once, at once.
     """
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -63,10 +63,6 @@ class WorkerSide:
     """One worker's transfers, as the model runner sees them.
 
     Args:
-        engine_id: this engine's id.
-        facts: this engine's configuration facts.
-        kv_cache_config: groups and specifications of the cache.
-        model: what these do not say.
         keeps_host_copy: peers read from a copy of the cache in host memory.
         pipeline: this worker's place among the engine's stages.
         stream_pieces: of a row of block ids, where prompts are read while they are computed, see
@@ -207,8 +203,7 @@ class WorkerSide:
             thread.submit(GiveUp(request_id))
 
     def take_outcomes(self) -> Outcomes:
-        """What ended since the last call; the late and settled loads are kept for
-        ``take_metadata``."""
+        """Late and settled loads are kept for ``take_metadata``."""
         outcomes = self._outcomes = self._require_thread().outcomes.take()
         if self._host is not None:
             for request_id in outcomes.received - outcomes.failed:
@@ -232,7 +227,7 @@ class WorkerSide:
                 self._host.save(block_ids)
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """What the scheduler side must know beyond the outcomes; call it last in a step."""
+        """Call it last in a step."""
         outcomes, self._outcomes = self._outcomes, Outcomes()
         unread, self._unread = self._unread, set()
         for request_id in outcomes.received:

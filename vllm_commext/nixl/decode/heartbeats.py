@@ -45,7 +45,7 @@ def batches(request_ids: Iterable[str]) -> Iterator[list[str]]:
 
 
 def can_be_sent(request_id: str) -> bool:
-    """Whether an id, which a router may have made up, fits a message."""
+    """A router may have made the id up."""
     try:
         return len(request_id.encode()) <= MAX_IDS_BYTES
     except UnicodeEncodeError:
@@ -87,22 +87,13 @@ class Heartbeats:
         return [peer for peer, when in self._next.items() if when <= now]
 
     def take(self, peer: PeerKey, next_due: float) -> list[str]:
-        """What the peer calls its requests; it is due again at ``next_due``."""
+        """The peer's ids of its requests; it is due again at ``next_due``."""
         self._next[peer] = next_due
         return list(self._watched[peer].values())
 
 
 class KeepAlive:
-    """Keeps requests alive at the prefill workers that hold them.  Owned by one thread.
-
-    Attributes:
-        is_on: whether heartbeats are sent.
-        watched: what is kept alive, and where.
-
-    Args:
-        consumer: this reader, as in its releases.
-        peers: the known prefill workers.
-    """
+    """Keeps requests alive at the prefill workers that hold them.  Owned by one thread."""
 
     def __init__(self, agent: NixlAgent, consumer: str, peers: PeerTable) -> None:
         self._agent = agent

@@ -1,5 +1,4 @@
-"""What NIXL holds for prefill workers: agents and prepared lists, each with a count of its users,
-and given back after the last one, so that nothing that can still be reached is released."""
+"""NIXL's agents and prepared lists for prefill workers, each released after its last user."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _log = RateLimitedLog()
 
 
 class Counted:
-    """Something with several users; made with one user, and given back after the last one."""
+    """A resource that is made with one user, and given back after the last one."""
 
     num_users = 1
     _give_back: Callable[[], None]
@@ -48,8 +47,6 @@ class Counted:
 
 
 class RefCounted(Counted):
-    """A value that NIXL has made, and how it is given back."""
-
     def __init__(self, value: Any, give_back: Callable[[], None]) -> None:
         self.value = value
         self._give_back = partial(run_logged, give_back)
@@ -71,11 +68,6 @@ class LocalWorker:
     """This worker, as far as a handshake compares it with a peer.
 
     Attributes:
-        engine_id: this engine's id.
-        facts: this engine's configuration facts.
-        layout: this worker's cache.
-        memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
-        device_id: device of the cache.
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
         mapper: opens the memory of workers on this host, None where everything is read by NIXL.
         tables: what it has beside its cache that peers read, registered.
@@ -130,13 +122,8 @@ class Link(Counted):
 
     Attributes:
         key: engine id, host, port and worker number it was asked under.
-        incarnation: the start of its engine.
-        agent_name: name of its NIXL agent.
-        plan: how to read from it.
         reader: reads its cache by NIXL.
         mapped: reads it through a mapping, None where it has none; see ``reader_of``.
-        memory_type: NIXL memory type of its cache.
-        device_id: device of its cache.
         tables: those of its tables that this worker has, too, by name.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.

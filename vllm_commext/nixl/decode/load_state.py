@@ -1,9 +1,6 @@
 """The life of a request whose prompt's blocks are on other engines, as the scheduler side that has
 them read sees it, which docs/design/requests.md draws; and blocks of reads that did not end in
 time, which are kept out of use until they do.
-
-Who has a state moves it on, and acts on the move.
-
 A read that NIXL was told to drop can still write its bytes later, so a late request's blocks must
 not go to another request. The scheduler side therefore takes one more reference on them, only then
 lets the workers report the load as failed, and drops the reference when every worker says that
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Source(Reason):
-    """What says where a request's blocks are."""
+    """Who knows where a request's blocks are."""
 
     GIVEN = "given", "the request's parameters"
     STREAMED = "streamed", "the side channel of the prefill engine that computes the prompt"
@@ -36,7 +33,7 @@ class Source(Reason):
 
 
 class LoadPhase(Reason):
-    """What is under way for a request's blocks."""
+    """The phase of a request's load."""
 
     ASKED = "asked", "side channels are asked where they are; none is allocated here"
     KNOWN = "known", "it is known where they are, or why they cannot be read"
@@ -46,7 +43,7 @@ class LoadPhase(Reason):
 
 
 class TokenPhase(Reason):
-    """Where a request's first token comes from."""
+    """The source of a request's first token."""
 
     AWAITED = "awaited", "the prefill engine, if that offers one in time"
     READY = "ready", "the prefill engine; it is sent before the next step"
@@ -73,16 +70,11 @@ class LoadState:
     """All that the scheduler side knows of one request whose blocks other engines have.
 
     Attributes:
-        request: vLLM's.
-        source: what says where the blocks are.
-        phase: of the load.
-        token_phase: of the first token.
         answer: where the blocks are, or why they cannot be read; None before that is known, after
             the load is planned, and for nothing to read.
         first_token: the prefill engine's, once it is ready.
         arrived: when the request came in, in monotonic seconds, None where its load is not timed.
         is_void: what other engines have computed for it counts no more.
-        blocks: its blocks here, from the plan on.
         num_missing: those of them that the workers fill.
         num_unsettled: workers that may still fill blocks of a late load.
         failure: why the load has failed on a worker, "" for none.
@@ -121,7 +113,7 @@ class LoadState:
 
     @property
     def params(self) -> TransferParams:
-        """Where the prompt is, from a prefill engine's answer until the plan.
+        """A prefill engine's answer, until the plan.
 
         Raises:
             CommextError: it cannot be read.
@@ -133,7 +125,7 @@ class LoadState:
 
     @property
     def must_compute(self) -> bool:
-        """Whether the request is computed here if its load fails, whatever vLLM's policy."""
+        """True if a failed load is computed here, whatever vLLM's policy."""
         is_sent = self.token_phase is TokenPhase.SENT
         return is_sent or self.is_void or self.source is Source.REUSED
 

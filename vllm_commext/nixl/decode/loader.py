@@ -34,12 +34,9 @@ class Loader:
     """Runs one worker's loads.  Owned by one thread.
 
     Attributes:
-        client: asks peers' side channels.
         streams: parts that are read while their prompts are computed.
-        uses: what requests of this engine use of others.
 
     Args:
-        agent: the agent with the worker's memory registered.
         probe: given the first peer that is reached, measures how fast it is read, in turns.
     """
 
@@ -72,14 +69,14 @@ class Loader:
 
     @property
     def has_duties(self) -> bool:
-        """Whether releases, heartbeats or sweeps will be due although nothing is under way."""
+        """True if releases, heartbeats or sweeps will be due although nothing is under way."""
         is_kept = len(self.uses) > 0 or len(self.uses.keep_alive.watched) > 0
         is_known = not len(self._preconnect) and self._probing is None
         return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
-        """One look at everything under way; whether anything has moved on.  What waits for room
-        comes after the reads that may have made some: the thread then need not come back for it."""
+        """Look once at everything under way; True if anything has moved on.  Parts that wait for
+        room come after the reads that may have made some."""
         num_moves = self.streams.num_moves
         self.client.poll()
         ended = self._peers.poll()

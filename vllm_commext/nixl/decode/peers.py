@@ -29,7 +29,7 @@ from vllm_commext.nixl.wire.description import (
 
 
 class PeerState(StrEnum):
-    """Where a peer is in its life.
+    """The states of a peer.
 
     UNKNOWN: nobody has asked for it.
     HANDSHAKING: it has been asked for its description.
@@ -51,9 +51,7 @@ class Peer:
     """One prefill worker.
 
     Attributes:
-        key: what it is asked under.
         channel: asks it; stays open afterwards, as the connection closes with the peer's process.
-        state: where it is in its life.
         link: the connection to read from; kept while suspect, until it is known to have ended.
         reach: of a peer that does not fit, the name of its agent, so that it can be told that its
             blocks will not be read.
@@ -62,7 +60,6 @@ class Peer:
             come, first served.
         releases: remote requests that it is to be released from as soon as it is ready.
         wanted_incarnation: start of its engine that the last request was of, "" for any.
-        last_used: when a request needed it last.
         drains: it has said that it takes no new requests, and will go; until it answers again.
     """
 
@@ -84,7 +81,7 @@ class Peer:
 
     @property
     def has_closed(self) -> bool:
-        """Whether its connection has closed since it was asked, most likely with its process."""
+        """True if its connection has closed since it was asked, most likely with its process."""
         return self.state == PeerState.SUSPECT and not self.channel.is_open
 
     @property
@@ -94,12 +91,11 @@ class Peer:
         return self.state != PeerState.HANDSHAKING and not is_wanted
 
     def doubt(self) -> None:
-        """What it was read from may not be there any more."""
+        """Its memory may not be there any more."""
         if self.state == PeerState.READY:
             self.state = PeerState.SUSPECT
 
     def drop_reach(self) -> None:
-        """Forget the agent of a peer that does not fit; safe to repeat."""
         reach, self.reach = self.reach, None
         if reach is not None:
             reach.drop()
@@ -108,13 +104,13 @@ class Peer:
 MAX_PEERS = 128
 """Prefill workers that are known at a time; the one that was needed least recently makes room."""
 IDLE_SECONDS = 1800.0
-"""After which a prefill worker that no request has needed is forgotten."""
+"""A prefill worker that no request has needed for this long is forgotten."""
 RETIRE_SECONDS = 0.1
 """Between two looks for peers that are not needed any more."""
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
 DRAINING, RETIRED = "draining", "retired"
-"""How a peer is counted that has said that it drains, also after its end, and a link whose last
-reads go on."""
+"""Counted beside the states: peers that have said that they drain, also after their ends, and
+links whose last reads go on."""
 
 
 class PeerTable:
@@ -319,8 +315,8 @@ class PeerTable:
         log_ready(peer.link, described, str(tolerated) if tolerated else "")
 
     def _reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted | None:
-        """The agent of a worker that does not fit; why it does not matters more than that it cannot
-        be told."""
+        """The agent of a worker that does not fit, so that it can release its blocks; None if NIXL
+        cannot reach it."""
         try:
             return self._links.reach(key, described)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
@@ -382,5 +378,5 @@ class PeerTable:
 
 
 def _may_live(error: CommextError) -> bool:
-    """Whether a peer that fails so may be silent or out of reach for a while, and nothing more."""
+    """True if a peer that fails so may only be silent or out of reach for a while."""
     return not isinstance(error, ProtocolError)

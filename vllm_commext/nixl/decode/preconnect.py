@@ -26,8 +26,6 @@ class Preconnect:
     """Side channels that have not answered yet.  Owned by one thread.
 
     Args:
-        config: names the side channels.
-        request: asks whichever engine serves there for its first worker.
         on_found: given the host and port of a side channel as the engine's requests will name them,
             the engine's incarnation and its first worker; once for each.
     """

@@ -1,5 +1,5 @@
-"""Which prompts that other engines have computed count here: those that are the request's own, and
-none from before this engine had its weights and caches."""
+"""Checks that a prompt that another engine has computed is the request's own, and not older than
+this engine's weights and caches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class PromptMatch:
-    """What of a request's prompt can be read where it is said to be.
-
-    Args:
-        sampler: what first tokens follow from beside requests.
-    """
+    """Checks a prefill engine's answer against the request."""
 
     def __init__(self, groups: Sequence[Group], sampler: Sampler) -> None:
         self._has_state = has_state(groups)
@@ -77,16 +73,11 @@ class PromptMatch:
 
 
 CLOCK_SECONDS = 1.0
-"""How far the clocks of two engines' hosts may be apart: what another one has computed by then
-after new weights here is not used."""
+"""Allowed clock skew.  Results that another engine computed before our reload are dropped."""
 
 
 class Trust:
-    """Since when what other engines compute counts, and whether they still keep it.
-
-    Args:
-        lease_seconds: how long prefill engines keep blocks of which they hear nothing.
-    """
+    """The time from which other engines' results count, and pauses that outlast their leases."""
 
     def __init__(self, lease_seconds: float) -> None:
         self._lease_seconds = lease_seconds
@@ -101,13 +92,13 @@ class Trust:
         self._trusted_from = int(1000 * (time.time() + CLOCK_SECONDS))
 
     def admits(self, computed_at: int) -> bool:
-        """Whether what was computed then, in milliseconds since 1970, counts."""
+        """``computed_at`` is in milliseconds since 1970."""
         return computed_at >= self._trusted_from
 
     def pause(self) -> None:
         self._paused_since = time.monotonic()
 
     def resume(self) -> bool:
-        """The pause is over; whether other engines still keep what they kept before it."""
+        """End the pause; True if other engines still keep the blocks that they kept before it."""
         since, self._paused_since = self._paused_since, None
         return since is None or time.monotonic() - since <= self._lease_seconds / 2

@@ -16,8 +16,8 @@ from vllm_commext.nixl.transport.tables import RemoteTable
 from vllm_commext.nixl.wire.description import FENCES, GENERATIONS
 
 PATIENCE = 4
-"""A read counts as moving along with the others of its link until these have moved so many times
-``max_bytes_in_flight`` since it moved itself."""
+"""Times ``max_bytes_in_flight``: a read counts as moving along with the others of its link until
+these have moved that much since it moved itself."""
 FREED = (
     "the prefill engine had freed the blocks before they were read: the request came later than "
     "kv_lease_duration, or its parameters were used twice or altered"
@@ -28,7 +28,7 @@ USED_AGAIN = (
 
 
 class PostingError(Exception):
-    """The peer cannot be read now, over this link; says by what and why."""
+    """The peer cannot be read now over this link."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Proof:
     they are as expected, the blocks were the request's all the while.
 
     Attributes:
-        table: the table that they are in.
-        records: their numbers.
         expected: a word for each.
         refutation: what others mean.
     """
@@ -53,8 +51,8 @@ class Proof:
 
 
 def proof_of(part: Part, link: Link) -> Proof | None:
-    """What proves a part's blocks: the nonce of the request's fence, or the generations of blocks
-    that are kept for nobody; None where the fence is not known.
+    """Proof by the nonce of the request's fence, or by generations of blocks that are not kept;
+    None if the fence is not known.
 
     Raises:
         ProtocolError: the fence's slot is none of the peer's, its worker has no generations, or
@@ -96,20 +94,13 @@ class Read:
     """One load's read from one prefill worker; all times in seconds of ``time.perf_counter``.
 
     Attributes:
-        part: what is being loaded.
         link: where from; held until the read has ended.
         reader: what reads the blocks; their proof is read by NIXL.
         posting: what is done for it, None between the blocks' end and the proof.
-        posted: when it was posted.
-        post_seconds: how long posting took.
-        num_bytes: bytes that it copies.
-        num_descriptors: descriptors, before NIXL merges neighbours.
         progressed: when a piece of it last ended.
         mark: ``link.num_bytes_done`` at that time.
-        num_merged: descriptors after merging, known at the blocks' end.
         proof: what is read after the blocks, None for blocks without any.
         cells: where it is read into, None before that.
-        is_late: it has not moved on for too long.
         is_hidden: it began before the prompt was computed, as far as was known.
     """
 
@@ -132,17 +123,16 @@ class Read:
 
 @dataclass(frozen=True)
 class End:
-    """How a read ended: well, or with a failure."""
+    """The end of a read; it ended well without a failure."""
 
     failure: Failure | None = None
 
 
 def prepare(part: Part, link: Link) -> Pairs:
-    """What a part copies.
+    """Plan a part's copies.
 
     Raises:
-        ProtocolError: the block lists do not fit each other or the caches, or what is read could
-            not be proven.
+        ProtocolError: the block lists do not fit each other or the caches, or have no valid proof.
     """
     load, remote = part.load, part.remote
     proof_of(part, link)
@@ -162,8 +152,7 @@ def _num_open(posting: Posting | None) -> int:
 class ReadSet:
     """The reads under way on one worker.  Owned by one thread.
 
-    Attributes: ``num_proofs``: proofs that were posted so far.  ``num_moves``: times that a piece
-        of a read, or several, has been seen to end.
+    Attributes: ``num_moves``: times that pieces of a read have been seen to end.
 
     Args:
         max_bytes: bytes under way on one link, unless a single read has more.
@@ -187,7 +176,7 @@ class ReadSet:
         return list(self._reads)
 
     def has_room(self, pairs: Pairs, link: Link) -> bool:
-        """Whether a read may be posted now: the first one on a link always may."""
+        """True if a read may be posted now; the first one on a link always may."""
         return not link.num_bytes or link.num_bytes + pairs.num_bytes <= self._max_bytes
 
     def post(self, part: Part, link: Link, pairs: Pairs) -> None:

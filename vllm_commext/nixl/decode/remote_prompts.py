@@ -40,14 +40,7 @@ if TYPE_CHECKING:
 
 
 class RemotePrompts:
-    """Prompts of other engines that this one reads.
-
-    Attributes:
-        quarantine: loads that the workers run.
-
-    Args:
-        reuse: what it does of reuse across engines.
-    """
+    """Prompts of other engines that this one reads; ``quarantine`` has the loads under way."""
 
     def __init__(self, engine: EngineContext, reuse: ReuseSide) -> None:
         config = engine.config
@@ -143,7 +136,7 @@ class RemotePrompts:
             self._tokens.offer(state, found.first_token, found.sampling)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for blocks that the workers load, or for an answer, which ends
+        """True if a request waits for blocks that the workers load, or for an answer, which ends
         with a notification; with one it can still wait for something else, such as its grammar."""
         state = self._states.get(request_id)
         if state is None or state.phase is not LoadPhase.ASKED:
@@ -161,13 +154,8 @@ class RemotePrompts:
         return True
 
     def note_step(self, keep_blocks: Callable[[Request, int], None], running: Running) -> None:
-        """The engine is going to take a step.
-
-        Args:
-            keep_blocks: gives the blocks of a request's first so many tokens, which it still holds,
-                to the engine's prefix cache.
-            running: see ``ReuseSide.note_step``.
-        """
+        """The engine is going to take a step; ``keep_blocks`` gives the blocks of a request's first
+        tokens, which it still holds, to the engine's prefix cache."""
         self._keep_blocks = keep_blocks
         self._reuse.note_step(running)
 
@@ -187,8 +175,7 @@ class RemotePrompts:
             state.move(TokenPhase.SENT if is_sent else TokenPhase.COMPUTED)
 
     def take_unread(self) -> list[tuple[str, bool]]:
-        """Requests whose loads have failed, and that vLLM has not been told of, and whether they
-        must be computed here, whatever its policy; asked before each step."""
+        """Requests whose loads have failed without vLLM's knowledge, each with ``must_compute``."""
         taken, self._unread = self._unread, []
         return [(state.request_id, state.must_compute) for state in taken]
 
@@ -343,8 +330,8 @@ class RemotePrompts:
                 self._tokens.refuse(state, FirstToken.DIFFERS)
 
     def note_pause(self, *, is_paused: bool) -> None:
-        """Whether the engine is paused: then it has nothing kept.  After a pause in which leases
-        may have ended, requests are computed here."""
+        """A paused engine has nothing kept.  After a pause in which leases may have ended, requests
+        are computed here."""
         if is_paused == self._trust.is_paused:
             return
         self._engine.step.renews = not is_paused

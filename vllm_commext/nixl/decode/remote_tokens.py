@@ -24,11 +24,7 @@ step."""
 
 
 class RemoteTokens:
-    """First tokens of one engine's requests, until they are sent or computed here.
-
-    Args:
-        asker: asks for those of prompts that are read while they are computed.
-    """
+    """First tokens of one engine's requests, until they are sent or computed here."""
 
     def __init__(self, engine: EngineContext, asker: StreamAsker) -> None:
         self._engine = engine

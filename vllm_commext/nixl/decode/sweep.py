@@ -36,12 +36,7 @@ def num_descriptors(config: ConnectorConfig) -> int:
 
 
 class Sweeper:
-    """Reads that are due after removals.  Owned by one thread.
-
-    Args:
-        agent: whose peers were removed.
-        count: descriptors of a read, 0 for no reads.
-    """
+    """Reads of ``count`` descriptors that are due after removals.  Owned by one thread."""
 
     def __init__(self, agent: NixlAgent, count: int) -> None:
         self._agent = agent
@@ -69,10 +64,7 @@ class Sweeper:
         self._num_due = NUM_ROUNDS if self._count else 0
 
     def poll(self, links: Sequence[Link]) -> Link | None:
-        """Look at the read under way, or begin one where it is due.
-
-        Args:
-            links: those that can be read, the youngest last.
+        """Look at the read under way, or begin one over the youngest link, which is the last.
 
         Returns:
             A link that could not be read.

@@ -1,4 +1,4 @@
-"""What one worker does for one remote request: everything that is under way for it, in one object.
+"""A worker's transfers for one remote request, in one object.
 
 Pure.  Several requests of this engine may use one remote request (``n`` > 1, or a router that uses
 parameters again).  Each of these uses is read in parts, one for each prefill worker involved, and
@@ -31,7 +31,7 @@ further samples of a request with ``n`` > 1, may follow one by one."""
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a load failed: one of ``recorder.FAILURE_REASONS`` and the error."""
+    """A load's failure; ``reason`` is one of ``recorder.FAILURE_REASONS``."""
 
     reason: str
     error: Exception
@@ -52,8 +52,7 @@ def identity(remote: RemoteRequest) -> Identity:
 
 
 def failure_of(error: Exception, reason: str) -> Failure:
-    """The failure that an error means: ``reason`` where it is one of this package's own that says
-    no more."""
+    """Classify an error: ``reason`` if it is one of this package's own that says no more."""
     if isinstance(error, UnsupportedError):
         return Failure("configuration", error)
     return Failure(reason if isinstance(error, CommextError) else "internal", error)
@@ -92,7 +91,6 @@ class Source:
     """One prefill worker of a remote request.
 
     Attributes:
-        key: the prefill worker.
         num_consumers: decode workers that it waits for.
         num_users: uses that still need its blocks.
         release_at: when it is to be released, in seconds of ``time.perf_counter``; infinite while
@@ -114,14 +112,9 @@ class Use:
     """One request of this engine that needs the remote request.
 
     Attributes:
-        request_id: its id in this engine.
-        transfer: what it is a use of.
-        load: what is to be read, None before it is known.
         workers: numbers of the prefill workers that it still needs.
-        failure: why it has failed, None where it has not.
         lateness: why it is to fail, where the scheduler side has been told that it is late.
         is_given_up: it has been reported as failed and has only to settle.
-        parts: what is read for it.
     """
 
     request_id: str
@@ -141,13 +134,9 @@ class Use:
 
 @dataclass(eq=False)
 class Part:
-    """What one use reads from one prefill worker.
+    """One use's read from one prefill worker.
 
     Attributes:
-        use: whose part it is.
-        load: what is read.
-        worker: number of the prefill worker.
-        key: what it is asked under.
         retried: it was tried before, over a connection that turned out to be broken.
         begun: when it began, in seconds of ``time.perf_counter``.
         pairs: what is copied over a link, once it is known.
@@ -171,11 +160,8 @@ class Part:
 class Transfer:
     """One remote request.
 
-    Attributes: ``remote``: where its blocks are.  ``sources``: by number of the prefill worker,
-        those that this worker has to do with.  ``uses``: by request id of this engine.
-
-    Args:
-        found: this worker's part in reading from its engine.
+    Attributes: ``sources``: by number of the prefill worker, those that this worker reads or
+        releases.  ``uses``: by request id of this engine.
     """
 
     def __init__(self, remote: RemoteRequest, found: Sources) -> None:

@@ -37,13 +37,7 @@ right."""
 
 
 class Uses:
-    """Requests that wait for loads or are loaded, and what they load.  Owned by one thread.
-
-    Args:
-        peers: the known prefill workers.
-
-    Attributes: ``keep_alive``: has the blocks kept meanwhile.
-    """
+    """Requests that wait for loads or are loaded.  Owned by one thread."""
 
     def __init__(
         self,
@@ -171,8 +165,8 @@ class Uses:
             self._release(transfer, sys.float_info.max)
 
     def report(self, load: Load, failure: Failure | None, num_read: int = 0) -> None:
-        """Tell the scheduler side how a load ended, and people why it failed, and that it has
-        brought so many of the prompt's first tokens all the same."""
+        """Report a load's end, and log why it failed and how many of the prompt's first tokens it
+        has brought."""
         if not load.awaited:
             return
         if failure is not None:  # before the outcome, with which others look for both
@@ -195,7 +189,7 @@ class Uses:
         return self._transfers[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
-        """Why a load must fail without being tried; the prefill engine is told all the same."""
+        """The reason to fail a load without trying it; its blocks are released all the same."""
         if self._refusal is not None:
             return failure_of(self._refusal, "internal")
         if load.refusal:

@@ -1,1 +1,1 @@
-"""What is counted and timed, and how vLLM and Prometheus get it."""
+"""Counters and timings, for vLLM's log and Prometheus."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,53 +131,32 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make_histogram: Any = self._histogram_cls
-        make_counter: Any = self._counter_cls
         self._values = per_engine_labelvalues
+        self._labels = labelnames
+        gauge = partial(self._make, self._gauge_cls, multiprocess_mode="mostrecent")
         self._histograms = {
-            key: make_histogram(
-                name=f"vllm:commext_nixl_{key}",
-                documentation=text,
-                buckets=_SECONDS_BUCKETS,
-                labelnames=labelnames,
-            )
+            key: self._make(self._histogram_cls, key, text, buckets=_SECONDS_BUCKETS)
             for key, text in HISTOGRAMS.items()
         }
         self._counters = {
-            key: make_counter(
-                name=f"vllm:commext_nixl_{key}", documentation=text, labelnames=labelnames
-            )
-            for key, text in COUNTERS.items()
+            key: self._make(self._counter_cls, key, text) for key, text in COUNTERS.items()
         }
         self._by_reason = {
-            key: make_counter(
-                name=f"vllm:commext_nixl_{key}",
-                documentation=text,
-                labelnames=[*labelnames, label],
-            )
+            key: self._make(self._counter_cls, key, text, label)
             for key, (text, label, _) in BY_REASON.items()
         }
-        make_gauge: Any = self._gauge_cls
-        self._gauges = {
-            key: make_gauge(
-                name=f"vllm:commext_nixl_{key}",
-                documentation=text,
-                labelnames=labelnames,
-                multiprocess_mode="mostrecent",
-            )
-            for key, text in GAUGES.items()
-        }
-        self._peers = make_gauge(
-            name=f"vllm:commext_nixl_{PEERS}",
-            documentation="Prefill workers that this engine's workers know, by state.",
-            labelnames=[*labelnames, "state"],
-            multiprocess_mode="mostrecent",
-        )
+        self._gauges = {key: gauge(key, text) for key, text in GAUGES.items()}
+        known = "Prefill workers that this engine's workers know, by state."
+        self._peers = gauge(PEERS, known, "state")
         for values in per_engine_labelvalues.values():
             self._show_zeros(values)
-        self._show_info(vllm_config, make_gauge, labelnames)
+        self._show_info(vllm_config, gauge)
 
-    def _show_info(self, vllm_config: VllmConfig, make_gauge: Any, labelnames: list[str]) -> None:
+    def _make(self, kind: Any, key: str, text: str, *labels: str, **how: Any) -> Any:
+        names = [*self._labels, *labels]
+        return kind(name=f"vllm:commext_nixl_{key}", documentation=text, labelnames=names, **how)
+
+    def _show_info(self, vllm_config: VllmConfig, gauge: Callable[..., Any]) -> None:
         """Say what each data-parallel rank can and where its side channel is: routers read it."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # its connector has these metrics
@@ -188,13 +168,11 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
         streams = config.stream_chunks and not keeps_host_copy(vllm_config, config)
         reuses = config.reuse_blocks and transfer.is_kv_consumer
         secret = read_secret(config.side_channel_secret_file)
-        info = make_gauge(
-            name="vllm:commext_nixl_info",
-            documentation="Side channels, and whether prompts are read while they are computed "
-            "(streams), blocks are on offer (reuse) and prefills are known by keys (releases); "
-            "always 1.",
-            labelnames=[*labelnames, *INFO_LABELS],
-            multiprocess_mode="mostrecent",
+        info = gauge(
+            "info",
+            "Side channels, and whether prompts are read while they are computed (streams), blocks "
+            "are on offer (reuse) and prefills are known by keys (releases); always 1.",
+            *INFO_LABELS,
         )
         for index, values in self._values.items():
             place = write_place(config.side_channel_host, config.side_channel_port + index, secret)

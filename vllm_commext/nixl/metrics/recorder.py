@@ -37,7 +37,7 @@ class FailedLoad(NamedTuple):
 
 @dataclass
 class Ends:
-    """What a worker knows of requests that ended otherwise than they should.
+    """A worker's requests that ended otherwise than they should.
 
     Attributes:
         failed: loads.
@@ -60,7 +60,7 @@ class Ends:
 
 
 def empty_data() -> dict[str, Any]:
-    """What a recorder starts from; plain values, so that it can cross processes.
+    """A record of nothing; plain values, so that it can cross processes.
 
     Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
     ``first_tokens``: a sum a ``FirstToken``; ``handovers``: a sum a ``Handover``; ``gauges``: the
@@ -149,7 +149,7 @@ class TransferRecorder:
                 self._data[name].append(value)
 
     def count(self, **numbers: int) -> None:
-        """So many more of keys of ``empty_data`` that are sums."""
+        """Add to keys of ``empty_data`` that are sums."""
         with self._lock:
             for name, number in numbers.items():
                 self._data[name] += number

@@ -59,7 +59,6 @@ class GenerationTable:
     Attributes:
         generations: ``[num_blocks]`` uint64; written by the scheduler side alone.
         table: the same, for peers.
-        offer: how the scheduler side finds them.
     """
 
     def __init__(self, num_blocks: int, num_cells: int) -> None:
@@ -208,8 +207,7 @@ class Names:
         return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
 
     def root_of(self, request: Request) -> bytes | None:
-        """What the names of a request's blocks begin with; None for a request that does not follow
-        from tokens alone."""
+        """The root of a request's names; None if its KV does not follow from tokens alone."""
         prompt = prompt_of(request)
         if not _is_text(request, prompt):
             return None
@@ -229,14 +227,10 @@ def _adapter_of(request: Any) -> str:
 
 
 def _is_text(request: Any, prompt: Prompt) -> bool:
-    """Whether a request's blocks follow from its tokens, its adapter and its salt."""
-    is_whole = not getattr(request, "resumable", False)  # else its tokens may be replaced
-    return (
-        is_whole
-        and prompt.token_ids is not None
-        and prompt.embeddings is None
-        and not (prompt.items)
-    )
+    """True if a request's blocks follow from its tokens, its adapter and its salt."""
+    is_whole = not request.resumable  # else its tokens may be replaced
+    has_ids = prompt.token_ids is not None and prompt.embeddings is None
+    return is_whole and has_ids and not prompt.items
 
 
 def num_complete(request: Request) -> int:
@@ -260,24 +254,15 @@ class Running(Protocol):
 
 @dataclass
 class _Named:
-    """How far a request's blocks are on offer.
-
-    Attributes:
-        last: name of the last one, or what the first name follows from; None where none may be.
-        count: blocks on offer.
-    """
+    """A request's ``count`` blocks on offer; ``last`` names the last one, or is the chain's root;
+    None if none may be offered."""
 
     last: bytes | None
     count: int = 0
 
 
 class Offers:
-    """Puts blocks of requests that run on offer.
-
-    Args:
-        table: what the side channel answers from.
-        pool: vLLM's block pool.
-    """
+    """Puts blocks of requests that run on offer in the side channel's table."""
 
     def __init__(self, names: Names, table: OfferTable, pool: Any) -> None:
         self._names = names
@@ -318,7 +303,7 @@ class Offers:
         self._named.pop(request_id, None)
 
     def clear(self, running: Iterable[Request]) -> None:
-        """What the blocks hold means nothing any more, nor what these requests come to hold."""
+        """Weights have changed: drop all, and offer nothing more of these requests."""
         self._named = {request.request_id: _Named(None) for request in running}
         self._table.clear()
 

@@ -52,11 +52,8 @@ class _Search:
     """One request's questions.
 
     Attributes:
-        request_id: the request.
         question: the same to each engine.
-        until: when the request waits no more, in seconds of ``time.monotonic``.
         num_open: engines that have not answered.
-        best: the longest answer.
     """
 
     request_id: str
@@ -70,8 +67,7 @@ class BlockFinder:
     """Requests whose blocks are being looked for.
 
     Args:
-        client: asks; what is done by its thread begins with ``_``.
-        consumer: this engine's id.
+        client: its thread runs the methods that begin with ``_``.
         limit_seconds: how long one request waits.
         notify: called when an answer can be taken.
     """
@@ -98,7 +94,7 @@ class BlockFinder:
         self._client.call(self._ask, search, addresses)
 
     def is_done(self, request_id: str) -> bool:
-        """Whether all have answered, or no time is left."""
+        """True once all have answered, or no time is left."""
         search = self._searches.get(request_id)
         return search is None or search.num_open <= 0 or time.monotonic() >= search.until
 
@@ -172,24 +168,20 @@ class ReuseSide:
         self._offers: Offers | None = None
         self._running: Iterable[Request] = ()
         self._log = RateLimitedLog()
-        self._is_on = not reusing.refusal
+        self.is_on = not reusing.refusal
         if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
             self._refuse(reusing.refusal.meaning)
-
-    @property
-    def is_on(self) -> bool:
-        return self._is_on
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
         is_told = not fits.why_not("nixl reuse")
-        if self._is_on and not is_told:
+        if self.is_on and not is_told:
             self._refuse(NoReuse.POOL.meaning)
 
     def open(self, tables: Sequence[Offer | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
         engine offers nothing."""
-        if not self._is_on or self._pool is None:
+        if not self.is_on or self._pool is None:
             return None
         try:
             shared = [open_generations(one) for one in tables if one is not None]
@@ -219,7 +211,7 @@ class ReuseSide:
             answer: as much of it as goes on here; where it is drawn anew, nothing.
         """
         params = params_of(request) or {}
-        is_able = self._is_on and self._pool is not None and ANSWER in params
+        is_able = self.is_on and self._pool is not None and ANSWER in params
         if not is_able or request.skip_reading_prefix_cache:
             return False
         try:
@@ -245,18 +237,18 @@ class ReuseSide:
             if not self.has_steps:
                 self._refuse(NoReuse.STEPS.meaning)
             most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
-            is_useful = self._is_on and most - num_computed >= block_size
+            is_useful = self.is_on and most - num_computed >= block_size
             if is_useful and not self.is_answered(state.request_id):
                 return None
             state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
             state.move(LoadPhase.KNOWN)
-        is_known = self._is_on and state.phase is LoadPhase.KNOWN
+        is_known = self.is_on and state.phase is LoadPhase.KNOWN
         if not (is_known and isinstance(state.answer, FoundBlocks)):
             return 0
         return max(0, len(state.answer.block_ids) * self._names.block_size - num_computed)
 
     def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
-        """Where ``num_external`` tokens of a request are to be read; None where nothing is."""
+        """The place to read ``num_external`` tokens of a request from; None without any."""
         found = state.answer
         if not isinstance(found, FoundBlocks) or not num_external:
             return None
@@ -284,7 +276,7 @@ class ReuseSide:
             self._offers.forget(request_id)
 
     def _refuse(self, why: str) -> None:
-        self._is_on = False
+        self.is_on = False
         logger.warning("reuse_blocks has no effect: %s", why)
 
 

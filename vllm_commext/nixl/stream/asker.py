@@ -19,15 +19,15 @@ from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.params import TransferParams, transfer_params_of_stream
 
 SHORT_WAIT_SECONDS = 0.02
-"""Of a question where there are more keys than one takes, and from one question to the next where
-nothing has changed here."""
+"""Wait of a question if there are more keys than one takes, and between two questions if nothing
+has changed here."""
 
 Answer = TransferParams | CommextError
 
 
 @dataclass
 class _Wanted:
-    """What a request waits for: an answer about its key, and then perhaps its first token."""
+    """A request that waits for an answer about its key, and then perhaps for its first token."""
 
     key: str
     since: float
@@ -49,11 +49,10 @@ class StreamAsker:
     """Requests that wait for prefill engines to begin.
 
     Args:
-        client: asks; what is done by its thread begins with ``_``.
-        consumer: this engine's id.
+        client: its thread runs the methods that begin with ``_``.
         limit_seconds: how long one request waits.
         answer_seconds: how long one question waits for its answer, beyond the time for which the
-            prefill engine may keep it.
+            prefill engine may hold it.
         notify: called when an answer or a token can be taken.
     """
 
@@ -94,7 +93,6 @@ class StreamAsker:
         self._client.call(self._forget, request_id)
 
     def answer(self, request_id: str) -> Answer | None:
-        """Where the request's prompt is read, or why it cannot be; None while nothing is known."""
         return self._answers.get(request_id)
 
     def wait_for_token(self, request_id: str, seconds: float) -> None:

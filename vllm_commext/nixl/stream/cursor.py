@@ -1,6 +1,5 @@
-"""How far a part has come that is read while its prompt is computed, what its next chunk copies,
-and when its row is looked at again: around the time at which the next chunk is likely to be
-computed often, before and long after it seldom.
+"""The progress of a part that is read while its prompt is computed, its next chunk, and the times
+at which its row is polled: often around the time when the next chunk is expected, else seldom.
 
 A chunk is expected after as long as the last one took, in proportion to its tokens.
 """
@@ -67,7 +66,7 @@ def wait_seconds(passed: float, expected: float | None) -> float:
 
 @dataclass
 class PollSchedule:
-    """How fast one prompt is computed, as far as its row has shown.
+    """The speed of one prompt, as its row has shown it.
 
     Attributes:
         since: when the last chunk was seen, or the first look.
@@ -82,18 +81,16 @@ class PollSchedule:
     chunk_seconds: float = 0.0
 
     def note(self, num_tokens: int, now: float) -> None:
-        """A look has found so many tokens computed."""
         if num_tokens > self.num_tokens:
             self.chunk_tokens = num_tokens - self.num_tokens
             self.chunk_seconds = now - self.since
             self.num_tokens, self.since = num_tokens, now
 
     def next_tokens(self, num_tokens: int) -> int:
-        """Tokens of a prompt of so many that the next chunk is likely to have, at least one."""
+        """Tokens that the next chunk is likely to have, at least one."""
         return max(min(self.chunk_tokens, num_tokens - self.num_tokens), 1)
 
     def wait(self, num_tokens: int, now: float) -> float:
-        """Until the row of a prompt of so many tokens is looked at again."""
         expected = None
         if self.chunk_tokens:
             expected = self.chunk_seconds * self.next_tokens(num_tokens) / self.chunk_tokens
@@ -101,7 +98,6 @@ class PollSchedule:
 
 
 def no_ids() -> Ids:
-    """Of a group of which nothing is known."""
     return np.empty(0, dtype=np.uint32)
 
 
@@ -126,13 +122,11 @@ class Look:
 
 @dataclass(eq=False)
 class Cursor:
-    """How far a part has come; times in seconds of ``time.perf_counter``.
+    """The progress of a part; times in seconds of ``time.perf_counter``.
 
     Attributes:
-        part: what is loaded.
         link: where from; held while the part is here.
         nonce: what the fence must have.
-        regions: of the peer's row, a group each.
         step: tokens in which chunks are counted.
         first: tokens that this engine has already.
         done: tokens that are here, of the groups whose blocks all stay.
@@ -141,14 +135,9 @@ class Cursor:
         is_computed: the row has said that all wanted tokens are.
         is_whole: the row has said that the blocks of the other groups are there, the *rest*.
         has_rest: they have been read, or there is no such group.
-        look: under way, None between two.
-        next_look: when the row is looked at again.
-        schedule: how fast the prompt is computed.
         pairs: what the next chunk copies, once it is known.
-        is_reading: a chunk is being read.
         has_read: one has been posted.
         candidate: another nonce that the last look has found.
-        num_restarts: times that the prompt has begun again.
         num_refused: fences in a row that did not have the nonce.
         has_begun: the row was seen to be the request's.
         moved: when something was last new.
@@ -199,13 +188,11 @@ class Cursor:
 
     @property
     def num_tokens(self) -> int:
-        """That are wanted."""
         return min(self.part.load.num_tokens, self.part.remote.num_tokens)
 
     @property
     def takes_rest(self) -> bool:
-        """Whether the next chunk is the last one, with what the groups need whose blocks do not
-        stay."""
+        """True if the next chunk is the last one, with the blocks that do not stay."""
         return self.is_whole and not self.has_rest and self.target == self.num_tokens
 
     @property
@@ -224,7 +211,6 @@ class Cursor:
         self.num_refused, self.candidate = 0, ENDED
 
     def note_progress(self, header: Header) -> None:
-        """What the row says under the present nonce."""
         self.target = next_chunk(self.done, header.num_tokens, self.num_tokens, self.step)
         self.is_computed = header.num_tokens >= self.num_tokens
         self.is_whole = header.is_whole
@@ -236,7 +222,7 @@ class Cursor:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a next chunk, with all block ids that it needs."""
+        """True if there is a next chunk, with all block ids that it needs."""
         return self.has_more and not self._unknown(self.target, takes_rest=self.takes_rest)
 
     def wanted(self) -> list[Wanted]:
@@ -290,7 +276,7 @@ class Cursor:
                 self.ids[number] = np.concatenate([known[:place], new])
 
     def next_pairs(self) -> Pairs:
-        """What the next chunk copies.
+        """Plan the next chunk.
 
         Raises:
             ProtocolError: a block id of the peer's is none of its blocks.

@@ -71,8 +71,7 @@ class StreamDirectory:
         self.on_change(key)
 
     def find(self, keys: Iterable[str], awaited: Iterable[str] = ()) -> dict[str, FoundStream]:
-        """What is known of these keys; of those *awaited*, if their first token is, or none
-        follows."""
+        """Look keys up; those *awaited* are found once their first token is known or refused."""
         with self._lock:
             known = {key: self._found.get(key) or self._ended.get(key) for key in keys}
             for key in awaited:
@@ -94,9 +93,6 @@ class StreamProducer:
     more.
 
     Args:
-        fences: the engine's.
-        directory: what its side channel answers.
-        streaming: what the engine does.
         num_rows: rows of each worker's progress table; by default as `num_rows_of` says.
     """
 
@@ -141,7 +137,6 @@ class StreamProducer:
     def take_step(
         self, states: Mapping[str, PrefillState], step: SchedulerOutput
     ) -> tuple[list[Chunk], list[Restart]]:
-        """What the workers must know of a step."""
         preempted = (states.get(name) for name in step.preempted_req_ids or ())
         restarts = [self._restart(one) for one in preempted if one is not None and one.row >= 0]
         steps = ((states.get(one.request_id), one) for one in progress_in(step) if states)
@@ -189,13 +184,8 @@ class StreamProducer:
                 yield region.place + first, fitting
 
     def rest_of(self, state: PrefillState, offered: Sequence[Sequence[int]]) -> Listed:
-        """What is to be listed at the end of a prompt that has a row: of the other groups, their
-        blocks and how many they are.
-
-        Args:
-            state: the prompt.
-            offered: the blocks of all groups that are handed over.
-        """
+        """List the number and the blocks of the other groups at the end of a prompt that has a
+        row; ``offered`` has the blocks of all groups."""
         if not self._has_rest or state.row < 0:
             return ()
         streaming = self._streaming

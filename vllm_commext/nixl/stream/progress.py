@@ -1,5 +1,5 @@
-"""How a prompt's progress stands in memory that peers read: a header and a list of block ids a row;
-and how a prefill worker writes there what has been computed.
+"""A prompt's progress in memory that peers read, a header and a list of block ids per row, and the
+prefill worker's writes to it.
 
 A header is three 64-bit words: the tag, which stays as long as a request has the row; the nonce of
 its fence, which is replaced when the request is preempted; and the mark, the number of tokens whose
@@ -45,11 +45,11 @@ NUM_ROWS = 256
 """Prompts that one engine can stream at a time, at most."""
 MIN_ROWS = 16
 MAX_TABLE_BYTES = 64 << 20
-"""Of block ids in one worker: engines of very long prompts have fewer rows."""
+"""Limit of block ids in one worker: engines of very long prompts have fewer rows."""
 NUM_CELLS = 64
 """Looks at rows that one worker can have under way."""
 HEADER_WORDS = 8
-"""Of 64 bits, the last five unused: a header fills a cache line."""
+"""Words of 64 bits, the last five unused: a header fills a cache line."""
 HEADER_BYTES = 24
 PIECE_IDS = 64
 PIECE_BYTES = 8 * PIECE_IDS
@@ -77,13 +77,11 @@ class Region(NamedTuple):
 
 
 def num_rows_of(pieces_per_row: int) -> int:
-    """Rows of a progress table whose rows have so many pieces."""
     fitting = MAX_TABLE_BYTES // (PIECE_BYTES * max(pieces_per_row, 1))
     return min(max(fitting, MIN_ROWS), NUM_ROWS)
 
 
 def regions_of(groups: Sequence[Group], max_tokens: int) -> tuple[Region, ...]:
-    """Regions that hold the blocks of prompts of up to so many tokens."""
     sizes = [_num_pieces(group, max_tokens) for group in groups]
     firsts = accumulate(sizes, initial=0)
     return tuple(Region(first, size) for first, size in zip(firsts, sizes, strict=False))
@@ -97,7 +95,7 @@ def _num_pieces(group: Group, max_tokens: int) -> int:
 
 
 def regions_at(firsts: Sequence[int], pieces_per_row: int) -> tuple[Region, ...]:
-    """The same of a peer that says where each begins.
+    """Regions of a peer that tells their begins.
 
     Raises:
         ProtocolError: they do not lie one behind the other in a row.
@@ -111,27 +109,24 @@ def regions_at(firsts: Sequence[int], pieces_per_row: int) -> tuple[Region, ...]
 
 
 def num_pieces_for(num_blocks: int) -> int:
-    """Pieces that hold so many block ids."""
     return num_blocks_for(num_blocks, PIECE_IDS)
 
 
 def mark_of(nonce: int, num_tokens: int) -> int:
-    """The mark that says that ``num_tokens`` tokens can be read under the nonce."""
     return (nonce & _HALF) << _TOKEN_BITS | num_tokens
 
 
 def tokens_in(mark: int, nonce: int) -> int:
-    """Tokens that a mark says can be read under the nonce; 0 where it is another nonce's."""
+    """0 if the mark is another nonce's."""
     return mark & _TOKENS if mark >> _TOKEN_BITS == nonce & _HALF else 0
 
 
 def is_whole(mark: int, nonce: int) -> bool:
-    """Whether a mark says that all groups' blocks can be read under the nonce."""
+    """True if all groups' blocks can be read under the nonce."""
     return bool(mark & WHOLE) and mark >> _TOKEN_BITS == nonce & _HALF
 
 
 def entries_of(nonce: int, block_ids: Sequence[int]) -> Entries:
-    """Block ids as a row holds them under a nonce."""
     half = np.uint64((nonce & _HALF) << _TOKEN_BITS)
     return np.array(block_ids, dtype=np.uint64) | half
 
@@ -149,14 +144,8 @@ def pieces(row: int, pieces_per_row: int, first: int, num_pieces: int) -> Int32A
 
 
 def next_chunk(done: int, ready: int, num_tokens: int, step: int) -> int:
-    """Tokens that are read after the next chunk, ``done`` where there is none yet.
-
-    Args:
-        done: tokens that have been read.
-        ready: tokens that can be read.
-        num_tokens: tokens that are wanted.
-        step: tokens in which chunks are counted: whole blocks on both sides.
-    """
+    """Tokens that are read after the next chunk, ``done`` if there is none yet; a ``step`` is whole
+    blocks on both sides."""
     if ready >= num_tokens:
         return num_tokens
     return max(done, ready // step * step)
@@ -168,8 +157,8 @@ ENDED = 0
 
 @dataclass(frozen=True)
 class Header:
-    """What a row's header said; ``num_tokens`` can be read under ``nonce``, and where it
-    ``is_whole`` all that belongs to them."""
+    """A row's header: ``num_tokens`` can be read under ``nonce``, and if ``is_whole`` all that
+    belongs to them."""
 
     tag: int
     nonce: int
@@ -178,7 +167,6 @@ class Header:
 
 
 def header_of(words: Entries) -> Header:
-    """What a header's words say."""
     tag, nonce, mark = map(int, words[:3])
     return Header(tag, nonce, tokens_in(mark, nonce), is_whole(mark, nonce))
 
@@ -221,7 +209,6 @@ class ProgressTable:
         self._enter(row, nonce)
 
     def end(self, row: int) -> None:
-        """The row's request is not to be read any more."""
         self._enter(row, ENDED)
 
     def _enter(self, row: int, nonce: int, tag: int | None = None) -> None:
@@ -256,13 +243,7 @@ class ProgressTable:
 
 
 class Publisher:
-    """Publishes one worker's chunks; safe for threads.
-
-    Args:
-        progress: the worker's rows.
-        fences: its fences.
-        is_on_device: the cache is not in host memory.
-    """
+    """Publishes one worker's chunks; safe for threads."""
 
     def __init__(self, progress: ProgressTable, fences: FenceTable, *, is_on_device: bool) -> None:
         self._progress = progress
@@ -316,14 +297,7 @@ class Publisher:
 
 
 class WorkerTables:
-    """One worker's tables.
-
-    Attributes:
-        fences: the nonces of its finished prefills.
-        progress: how far prompts are that are read while they are computed, None where none are.
-        generations: of its blocks, None where none are reused.
-        by_name: all of their tables.
-    """
+    """``progress`` is None without streaming, ``generations`` without reuse."""
 
     def __init__(
         self, progress: ProgressTable | None = None, generations: GenerationTable | None = None

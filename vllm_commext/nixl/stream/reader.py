@@ -25,7 +25,7 @@ from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 RETRY_SECONDS = 0.005
 """From a refused chunk to the next look."""
 MAX_RESTARTS = 2
-"""Of one load, because its prompt was preempted."""
+"""Restarts of one load because its prompt was preempted."""
 
 
 class StreamReader:
@@ -34,7 +34,6 @@ class StreamReader:
     Attributes: ``num_moves``: times that a look was posted or has arrived.
 
     Args:
-        agent: the agent with the worker's memory registered.
         limit_seconds: a part fails when nothing is new for as long.
     """
 
@@ -161,7 +160,6 @@ class StreamReader:
             )
 
     def _look_on(self, cursor: Cursor) -> None:
-        """Go on with a look, or begin one."""
         if cursor.look is None:
             cursor.look = self._post_look(cursor)
             if cursor.look is None:
@@ -209,7 +207,6 @@ class StreamReader:
         return pieces(row, per_row, first + wanted.first, wanted.num_pieces)
 
     def _judge(self, cursor: Cursor, header: Header) -> None:
-        """What a header says of the request."""
         now = time.perf_counter()
         remote, candidate = cursor.part.remote, cursor.candidate
         cursor.candidate = ENDED
@@ -233,7 +230,7 @@ class StreamReader:
             cursor.moved = now
 
     def _advance(self, look: Look) -> bool:
-        """Whether what was posted last has arrived.
+        """True if the last posting has arrived.
 
         Raises:
             ProtocolError: it will not.
