@@ -31,15 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Grid:
     """Where one side's cells begin, relative to a lane: cell ``c`` of row ``r`` at
-    ``r*row_stride + c*cell_stride``.
-
-    Attributes:
-        num_rows: rows.
-        row_stride: bytes between rows.
-        rows_per_block: rows in one of the cache manager's blocks.
-        cells_per_row: cells in a row.
-        cell_stride: bytes between the cells of a row.
-    """
+    ``r*row_stride + c*cell_stride``.  Strides are in bytes."""
 
     num_rows: int
     row_stride: int
@@ -78,8 +70,6 @@ class Lanes:
 
     Attributes:
         cell_tokens: tokens of a cell, 0 for states.
-        local: this side's cells.
-        remote: the other side's.
         lengths: ``[num_lanes]`` bytes of a cell in each lane.
         local_offsets: ``[num_lanes]`` bytes from the local region's start to cell 0.
         remote_offsets: the same of the remote region.
@@ -97,16 +87,9 @@ class Lanes:
 def lanes_between(
     local: Geometry, remote: Geometry, reader: Rank, source: Rank, what: str
 ) -> Lanes | None:
-    """Lanes by which ``reader`` gets what it takes from ``source``, None where that is nothing.
+    """Lanes by which ``reader`` gets its part of ``source``'s cache, None where that is nothing.
 
-    Kept for the next peer of the same geometry.
-
-    Args:
-        local: the reader's geometry.
-        remote: the source's.
-        reader: the decode rank.
-        source: the prefill rank.
-        what: name of the region, for messages.
+    Kept for the next peer of the same geometry.  ``what`` names the region in messages.
 
     Raises:
         UnsupportedError: one side's bytes cannot be placed in the other's; says why.

@@ -62,17 +62,11 @@ class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
     Attributes:
         num_rows: kernel blocks.
         rows_per_block: kernel blocks in one of the cache manager's blocks.
-        row_stride: bytes between kernel blocks.
-        row_tokens: tokens of a kernel block.
         num_heads: KV heads of the whole model.
         replicated: every rank holds all heads.
         num_planes: 2 where keys and values lie in planes of their own, else 1.
-        head_stride: bytes between neighbouring heads.
-        token_stride: bytes between neighbouring tokens of a head.
-        token_bytes: bytes of a token in one head of one plane.
         content: ``TOKENS``, ``PAGES`` and a name, or the name of a form in which only whole rows of
             a head have meaning.
-        dtype: name of the elements' type.
     """
 
     num_rows: int
@@ -101,13 +95,9 @@ class StatePart(msgspec.Struct, frozen=True):
 
     Attributes:
         name: "x", "B", "C", "q", "k", "v", "conv" or "ssm".
-        dtype: name of the elements' type.
         offset: bytes from the start of the block.
         num_units: units of the whole model.
         replicated: every rank holds all units.
-        unit_bytes: bytes of a unit in one run.
-        num_runs: runs.
-        run_stride: bytes between runs.
     """
 
     name: str
@@ -125,13 +115,7 @@ class StatePart(msgspec.Struct, frozen=True):
 
 
 class StateGeometry(msgspec.Struct, frozen=True, tag="state"):
-    """One rank's states, one a block.
-
-    Attributes:
-        num_rows: blocks.
-        row_stride: bytes between blocks.
-        parts: what a block holds; bytes beyond them are padding.
-    """
+    """One rank's states, one a block; bytes beyond the parts are padding."""
 
     num_rows: int
     row_stride: int
@@ -148,7 +132,6 @@ class Family(msgspec.Struct, frozen=True):
         group: index into ``CacheLayout.groups``.
         names: layer names, ascending.
         base_addresses: address of block 0 of each.
-        geometry: what they have in common.
     """
 
     group: int
@@ -173,12 +156,9 @@ class CacheLayout(msgspec.Struct, frozen=True):
     """One worker's whole cache.
 
     Attributes:
-        tp_size: tensor-parallel ranks of the engine.
-        tp_rank: this worker, from 0.
         num_blocks: blocks that the cache manager hands out.
         groups: in the order of a request's lists of blocks.
         families: the worker's layers, each once.
-        pp_rank: the worker's pipeline stage, from 0.
         stages: names of the layers of every pipeline stage of the engine; empty where this worker's
             layers are all.
     """
@@ -197,7 +177,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
 
     @property
     def worker(self) -> int:
-        """What tells this worker from the others of its engine."""
         return worker_number(self.pp_rank, self.rank)
 
     @property
@@ -246,11 +225,7 @@ def block_bytes(layout: CacheLayout, family: Family) -> int:
 
 
 def check_layout(layout: CacheLayout) -> None:
-    """Refuse a description from the network with which arithmetic could go wrong.
-
-    Raises:
-        ProtocolError: a number is out of range, or columns do not fit each other.
-    """
+    """Raise ProtocolError for a description with which arithmetic could go wrong."""
     _expect(0 <= layout.tp_rank < layout.tp_size <= 1 << 16, "tp_rank below tp_size")
     _expect(0 < layout.num_blocks < 1 << 31, "num_blocks")
     _expect(bool(layout.groups) and bool(layout.families), "groups and families")

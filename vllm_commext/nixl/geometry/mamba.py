@@ -20,13 +20,7 @@ KINDS = (MAMBA1, MAMBA2, GATED_DELTA_NET, SHORT_CONV)
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection's part of a rank's convolution state.
-
-    Attributes:
-        name: "x", "B", "C", "q", "k", "v" or "conv".
-        num_units: heads, groups or channels that the rank holds.
-        unit_channels: channels of one of them.
-    """
+    """Heads, groups or channels of one projection in a rank's convolution state."""
 
     name: str
     num_units: int
@@ -37,11 +31,8 @@ class Projection:
 class StateTensor:
     """One tensor of a rank's state, as vLLM describes it.
 
-    Attributes:
-        shape: sizes without the block dimension; a convolution's is (channels, length) or, where
-            ``dim_first`` is not set, (length, channels).
-        item_bytes: bytes of an element.
-        dtype: name of the elements' type.
+    The shape is without the block dimension; a convolution's is (channels, length) or, where
+    ``dim_first`` is not set, (length, channels).
     """
 
     shape: tuple[int, ...]
@@ -153,12 +144,7 @@ def _total(one: Projection, num_shards: int, num_groups: int | None) -> int:
 
 
 def compute_mamba_phys_ratio(state_bytes: int, row_bytes: int) -> int:
-    """Kernel blocks of an attention layer that one state takes in a shared block.
-
-    Args:
-        state_bytes: bytes of a state.
-        row_bytes: bytes of a kernel block.
-    """
+    """Kernel blocks of an attention layer that one state takes in a shared block."""
     return -(-state_bytes // row_bytes)
 
 

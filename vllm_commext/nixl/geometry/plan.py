@@ -1,6 +1,5 @@
 """A plan for reads: from a request's two lists of blocks to the pairs of descriptors that one read
-copies.  ``plan_read`` makes it, once a
-peer, from two workers' cache layouts.
+copies.
 
 A descriptor list holds, section after section, the cells of every lane: cell ``c`` of row ``r`` of
 lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``.
@@ -62,14 +61,9 @@ class Section:
     """One part of both descriptor lists: lanes whose cells are counted alike.
 
     Attributes:
-        local_group: group of the local blocks.
-        remote_group: group of the remote blocks.
         cell_tokens: tokens of a cell, 0 for states.
-        local: the local cells.
-        remote: the remote cells.
         local_offset: index of the section's first local descriptor.
         remote_offset: of its first remote one.
-        num_lanes: lanes.
         cell_bytes: bytes of a cell in all lanes.
     """
 
@@ -95,15 +89,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """How one decode rank reads from one prefill rank.
-
-    Attributes:
-        local: this worker's layout.
-        remote: the prefill worker's.
-        local_rows: ``[n, 5]`` strided descriptors, see ``descriptors``.
-        remote_rows: the same of the prefill worker.
-        sections: the parts of both lists.
-    """
+    """How one decode rank reads from one prefill rank; rows are ``[n, 5]`` strided descriptors."""
 
     local: CacheLayout
     remote: CacheLayout
@@ -379,7 +365,6 @@ def _merged(
 
 
 def _rows(grid: Grid, addresses: Int64Array, lengths: Int64Array, device_id: int) -> UInt64Array:
-    """A strided descriptor for each lane and each cell of a row."""
     cells = np.arange(grid.cells_per_row, dtype=np.int64) * grid.cell_stride
     rows = np.empty((len(addresses), grid.cells_per_row, 5), dtype=np.uint64)
     rows[:, :, 0] = addresses[:, None] + cells[None, :]
@@ -392,7 +377,6 @@ NULL_BLOCK = 0
 
 
 def has_state(groups: Sequence[Group]) -> bool:
-    """Whether some layers keep a state, which cannot be cut back to fewer tokens."""
     return any(group.kind == STATE for group in groups)
 
 
@@ -413,8 +397,7 @@ def blocks_to_fill(
 
     Args:
         block_ids: blocks of each group, by position.
-        num_local_tokens: tokens that this engine has already; whole blocks of each group that has
-            tokens.
+        num_local_tokens: tokens that this engine has already, in whole blocks.
         num_tokens: tokens after the load.
     """
     found: list[Blocks] = []
@@ -445,5 +428,4 @@ def is_complete(groups: Sequence[Group], offered: Sequence[Sequence[int]]) -> bo
 
 
 def is_at_block_boundary(groups: Sequence[Group], num_tokens: int) -> bool:
-    """Whether the tokens end with a block in every group that has tokens."""
     return all(num_tokens % group.block_size == 0 for group in groups if group.kind != STATE)

@@ -28,12 +28,7 @@ class Rank:
 
 @dataclass(frozen=True, order=True)
 class Split:
-    """How units are dealt out to ranks.
-
-    Attributes:
-        num_units: units of the whole model.
-        replicated: every rank holds all of them.
-    """
+    """How units are dealt out to ranks; each holds all of them where they are replicated."""
 
     num_units: int
     replicated: bool = False
@@ -49,11 +44,7 @@ def interval(split: Split, rank: Rank) -> tuple[int, int]:
 
 
 def check_even(split: Split, size: int, what: str) -> None:
-    """Refuse a split in which ranks hold different numbers of units.
-
-    Raises:
-        UnsupportedError: neither of units and ranks is a multiple of the other.
-    """
+    """Raise UnsupportedError where ranks would hold different numbers of units."""
     uneven = split.num_units % size and size % split.num_units
     if uneven and not split.replicated:
         raise UnsupportedError(
@@ -79,7 +70,6 @@ def units_from(split: Split, reader: Rank, source: Rank) -> tuple[int, int]:
 
 
 def _source_of(split: Split, unit: int, reader: Rank, num_sources: int) -> int:
-    """The prefill rank that a decode rank reads one of its own units from."""
     own_place = reader.index * num_sources // reader.size
     if split.replicated:
         return own_place
@@ -89,14 +79,12 @@ def _source_of(split: Split, unit: int, reader: Rank, num_sources: int) -> int:
 
 @dataclass(frozen=True)
 class Sources:
-    """What one decode rank has to do with the ranks of a prefill engine.
+    """A decode rank's part in reading from a prefill engine; workers after ``over_stages``.
 
     Attributes:
         read: prefill ranks that it reads from, ascending.
         release_only: prefill ranks that it reads nothing from and has to release.
         num_consumers: for each of both, the decode ranks that the prefill rank waits for.
-
-    Where ``over_stages`` has been, all of these are workers.
     """
 
     read: tuple[int, ...]
@@ -120,8 +108,7 @@ def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Source
 
 
 def worker_number(stage: int, rank: Rank) -> int:
-    """How a worker is told from the others of its engine: stage after stage, its tensor-parallel
-    rank where there is one stage."""
+    """A worker's number in its engine, stage after stage."""
     return stage * rank.size + rank.index
 
 
@@ -130,11 +117,8 @@ def over_stages(
 ) -> Sources:
     """A decode worker's part in reading from all stages of a prefill engine, by worker numbers.
 
-    Args:
-        found: its part within one stage of each engine, by ranks.
-        num_ranks: tensor-parallel ranks of the prefill engine.
-        num_stages: its pipeline stages.
-        num_reader_stages: those of the decode engine; a prefill worker waits for each of them.
+    ``found`` is its part within one stage of each engine; a prefill worker waits for all of
+    ``num_reader_stages``.
     """
 
     def numbers(ranks: Collection[int]) -> tuple[int, ...]:

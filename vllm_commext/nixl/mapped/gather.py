@@ -1,10 +1,7 @@
 """From descriptors of a read to launches of the kernel that copies pieces of mapped memory; see
 ``csrc/cuda/gather_pieces.cu``.
 
-NIXL is told of descriptors by their numbers in lists that it was given before; a kernel of our own
-is told addresses, for the peer's side those at which its memory is mapped here. Each launch is one
-of the handles that a ``Posting`` takes, and ``Gatherer`` does with them what NIXL's agent does with
-its own.
+Each launch is one of the handles that a ``Posting`` takes from ``Gatherer``.
 """
 
 from __future__ import annotations
@@ -48,14 +45,8 @@ class Region(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring pieces of one length, as the kernel has it.
-
-    Attributes:
-        end: number of the first chunk behind it.
-        first: number of its first piece.
-        parts: chunks of a piece.
-        num_bytes: of a piece.
-    """
+    """Neighbouring pieces of one length: ``end`` is the first chunk behind it, ``first`` its first
+    piece, ``parts`` the chunks of a piece."""
 
     end: int
     first: int
@@ -69,7 +60,7 @@ class Batch:
 
     Attributes:
         places: ``[n, 2]``, of each piece the address where it is and the one where it belongs.
-        runs: what lengths they have, at most ``MAX_RUNS``.
+        runs: at most ``MAX_RUNS``.
     """
 
     places: Int64Array
@@ -82,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the descriptors of a list are; see ``of``.
+    """Where the descriptors of a list are, by row.
 
     Attributes:
         starts: number of each row's first descriptor.
@@ -100,7 +91,7 @@ class Places:
 
     @classmethod
     def of(cls, rows: UInt64Array) -> Places:
-        """Of ``[n, 5]`` strided descriptors."""
+        """From ``[n, 5]`` strided descriptors."""
         address, length, _, stride, count = rows.astype(np.int64).T
         row_size = int(count[0]) if len(count) and count.min() == count.max() else 0
         return cls(np.cumsum(count) - count, address, length, stride, row_size)
@@ -123,11 +114,7 @@ class Places:
 
 
 def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
-    """The same descriptors at the addresses where their memory is mapped here.
-
-    Args:
-        rows: ``[n, 5]`` strided descriptors of the peer's.
-        regions: what is mapped of the peer's memory.
+    """``[n, 5]`` strided descriptors of a peer at the addresses where their memory is mapped here.
 
     Raises:
         UnsupportedError: one of them is not within a region, so that a kernel must not load it, or
@@ -232,9 +219,7 @@ class CudaSlab(PinnedMemory):
 
 
 class CudaDevice:
-    """A GPU of NVIDIA's: the current one of torch's.  Owned by one thread.
-
-    Attributes: ``stream``: of the launches, their own, beside what the engine computes.
+    """The current GPU of torch's.  Owned by one thread; launches have a stream of their own.
 
     Raises:
         UnsupportedError: the kernel cannot be compiled or loaded, or CUDA reports an error.
@@ -294,8 +279,6 @@ class CudaDevice:
 
 
 class Gather:
-    """One launch: what it copies, and what it holds meanwhile."""
-
     def __init__(self, batch: Batch, slab: CudaSlab) -> None:
         self.batch = batch
         self.slab = slab
@@ -303,11 +286,7 @@ class Gather:
 
 
 class Gatherer:
-    """Posts and watches launches.  Owned by one thread.
-
-    Args:
-        device: where they run.
-    """
+    """Posts and watches launches.  Owned by one thread."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -344,11 +323,7 @@ class Gatherer:
         return IN_PROGRESS
 
     def state(self, gather: Gather) -> str:
-        """``DONE`` or ``IN_PROGRESS``.
-
-        Raises:
-            UnsupportedError: the copy has failed.
-        """
+        """``DONE`` or ``IN_PROGRESS``; raises UnsupportedError where the copy has failed."""
         gather.has_ended = gather.has_ended or self._device.is_done(gather.slab)
         return DONE if gather.has_ended else IN_PROGRESS
 

@@ -1,5 +1,4 @@
-"""Reads of prefill workers' memory that is mapped here, as long as their links are used: what a
-worker offers to others, and what opens theirs."""
+"""Reads of prefill workers' memory through a mapping, and this worker's offer of its own."""
 
 from __future__ import annotations
 
@@ -48,12 +47,7 @@ def place_of_process() -> str:
 
 
 class Mapper:
-    """Opens peers' memory.  Owned by one thread.
-
-    Args:
-        device: this worker's GPU.
-        place: where this process is, see ``place_of_process``.
-    """
+    """Opens peers' memory.  Owned by one thread."""
 
     def __init__(self, device: CudaDevice, place: str) -> None:
         self._device = device
@@ -61,11 +55,7 @@ class Mapper:
         self._gatherer = Gatherer(device)
 
     def open(self, offer: MappedOffer | None, plan: ReadPlan) -> MappedReader:
-        """Map a worker's memory, and see that it is the worker's.
-
-        Raises:
-            UnsupportedError: it cannot be read in this way; says why.
-        """
+        """Map a worker's memory, and see that it is the worker's; raises UnsupportedError."""
         if offer is None:
             raise UnsupportedError(
                 "it offers no mapped memory: mapped_reads is off or unsupported there, or it is "
@@ -91,7 +81,7 @@ class Mapper:
         )
 
     def close(self) -> None:
-        """Give back what reads need; none may be under way."""
+        """No read may be under way."""
         self._device.close()
 
     def _unmap(self, regions: list[Region]) -> None:
@@ -99,11 +89,7 @@ class Mapper:
             self._device.unmap(regions.pop().mapped)
 
     def _check(self, offer: MappedOffer, opened: list[Region]) -> None:
-        """Read the bytes that the worker has put there.
-
-        Raises:
-            UnsupportedError: they do not come, or others do.
-        """
+        """Read the token that the worker has put there; raises UnsupportedError."""
         size = len(offer.token)
         rows = strided_row(address=offer.token_address, num_bytes=size, count=1)
         source = int(mapped_rows(rows, opened)[0, 0])
@@ -134,14 +120,7 @@ class _UnfinishedError(UnsupportedError):
 
 
 class MappedReader:
-    """Reads one prefill worker's cache; see ``Reader``.
-
-    Args:
-        gatherer: of this worker.
-        local: where this worker's side of the plan is.
-        remote: where the prefill worker's is mapped.
-        unmap: gives the mapping back.
-    """
+    """Reads one prefill worker's cache; see ``Reader``."""
 
     name = "a mapped read"
     is_mapped = True
@@ -155,7 +134,7 @@ class MappedReader:
         self._unmap = unmap
 
     def suits(self, pairs: Pairs) -> bool:
-        """Whether this is faster than NIXL: it would have to move many pieces, or small ones."""
+        """True where this is faster than NIXL: there are many pieces, or small ones."""
         return pairs.num_bytes < LARGE_BYTES * num_runs(self._local, self._remote, pairs)
 
     def post(self, pairs: Pairs) -> Posting:
@@ -163,7 +142,7 @@ class MappedReader:
         return Posting(self._gatherer, (self._gatherer.make(batch) for batch in found))
 
     def close(self) -> None:
-        """Give the mapping back; none of its reads may be under way."""
+        """None of its reads may be under way."""
         self._unmap()
 
 
@@ -172,10 +151,7 @@ OTHERWISE = "reads go through NIXL"
 
 
 class Mapped:
-    """One worker's side of it; without any where the configuration or the machine has none.
-
-    Attributes: ``mapper``: opens other workers' memory.  ``offer``: what others open.
-    """
+    """One worker's mapper and offer, None where the configuration or the machine has none."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._is_wanted = config.mapped_reads == AUTO
@@ -184,12 +160,7 @@ class Mapped:
         self.offer: MappedOffer | None = None
 
     def prepare(self, ranges: Sequence[tuple[int, int]], *, is_on_gpu: bool) -> None:
-        """Make what is wanted, or say in one line why there is none.
-
-        Args:
-            ranges: ``(address, num_bytes)`` of each allocation with parts of the cache.
-            is_on_gpu: it is memory of a GPU of NVIDIA's.
-        """
+        """Make mapper and offer for ``(address, num_bytes)`` ranges, or log why there is none."""
         if not self._is_wanted:
             return
         if not is_on_gpu:

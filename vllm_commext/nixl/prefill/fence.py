@@ -1,15 +1,12 @@
 """Fences: how a decode engine proves that what it read was still the request's.
 
-A prefill worker has a table of 64-bit nonces in registered memory, one a slot.  The scheduler side
-gives each finished prefill a slot and the nonce that stands there, and both go out with the request
-parameters.  The nonce stands as long as the request's blocks are held; the worker puts the slot's
-next one in its place *before* it reports the blocks as free.  The decode worker reads the slot
-after the blocks: if it finds the nonce of the parameters, the blocks were the request's all the
-while.
+Each prefill worker has a table of 64-bit nonces in registered memory, one a slot.  A finished
+prefill gets a slot, whose nonce goes out with the request parameters; the worker replaces it
+*before* it reports the blocks as free.  The decode worker reads the slot after the blocks: if the
+nonce stands there still, the blocks were the request's all the while.
 
-The nonces of a slot follow from a key that is drawn at every start of the engine.  So the workers
-have a nonce in place before the request that gets it has finished, no start repeats another's, and
-nobody who has seen some can tell a further one.
+The nonces of a slot follow from a key that is drawn at every start of the engine: the workers have
+them in place before the request has finished, and who has seen some cannot tell a further one.
 """
 
 import hashlib
@@ -38,7 +35,7 @@ def new_key() -> bytes:
 
 
 def first_nonces(key: bytes, num_slots: int = NUM_SLOTS) -> Nonces:
-    """``[num_slots]`` uint64: what stands in each slot at first."""
+    """``[num_slots]`` uint64: the nonce in each slot at first."""
     stream = hashlib.shake_256(key).digest(NONCE_BYTES * num_slots)
     return np.frombuffer(stream, dtype="<u8").astype(np.uint64)
 
@@ -51,12 +48,7 @@ def next_nonce(key: bytes, slot: int, nonce: int) -> int:
 
 
 class FenceSlots:
-    """The scheduler side's slots: which are free, and what stands in each.
-
-    Args:
-        key: as the workers' tables have it.
-        num_slots: how many there are.
-    """
+    """The scheduler side's slots; the key is that of the workers' tables."""
 
     def __init__(self, key: bytes, num_slots: int = NUM_SLOTS) -> None:
         self._key = key
@@ -64,10 +56,7 @@ class FenceSlots:
         self._free = deque(range(num_slots))
 
     def take(self) -> tuple[int, int] | None:
-        """A (slot, nonce), None where all slots are taken.
-
-        The slot that has been free for the longest comes first.
-        """
+        """The (slot, nonce) that has been free for the longest, None where all are taken."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -77,8 +66,7 @@ class FenceSlots:
         return int(self._nonces[slot])
 
     def renew(self, slot: int) -> int:
-        """The workers are going to replace the nonce of a request that keeps its slot: the one that
-        follows."""
+        """The nonce that follows, of a request that keeps its slot."""
         self._nonces[slot] = nonce = next_nonce(self._key, slot, self.nonce_in(slot))
         return nonce
 
@@ -89,12 +77,7 @@ class FenceSlots:
 
 
 class FenceTable:
-    """One worker's nonces.
-
-    Attributes:
-        nonces: ``[NUM_SLOTS]`` uint64; zeros until ``arm``.
-        table: the same, for peers.
-    """
+    """One worker's nonces: ``[NUM_SLOTS]`` uint64, zeros until ``arm``."""
 
     def __init__(self) -> None:
         self.nonces = np.zeros(NUM_SLOTS, dtype=np.uint64)

@@ -22,12 +22,7 @@ EARLY_RELEASE_SECONDS = 60.0
 
 
 class LeaseManager:
-    """Keeps one worker's finished prefills.  Owned by one thread.
-
-    Args:
-        agent: the agent that readers notify.
-        tables: where readers see that blocks are not kept any more.
-    """
+    """Keeps one worker's finished prefills.  Owned by one thread."""
 
     def __init__(
         self,
@@ -62,13 +57,11 @@ class LeaseManager:
             self._report_sent(name)
 
     def release(self, request_id: str) -> None:
-        """Nobody will read a prefill: free its blocks, unless that is done."""
         if self._leases.drop(request_id):
             self._report_sent(request_id)
 
     def take_notifications(self) -> None:
-        """Take in what readers have sent since the last call; what one of them says is lost at most
-        with its own error."""
+        """Take in readers' notifications; one that fails is lost alone."""
         now = time.monotonic()
         for message in self._agent.notifications():
             try:
@@ -141,7 +134,6 @@ class LeaseManager:
             self._outcomes.sent(hold.request_id)
 
     def _note_expired(self, request_id: str) -> None:
-        """Before the outcome, with which the scheduler side asks for it."""
         try:
             self._recorder.note_expired(request_id)
         except Exception:  # noqa: BLE001 nothing depends on it

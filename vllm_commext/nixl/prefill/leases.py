@@ -14,7 +14,7 @@ MAX_EARLY_RELEASES = 4096
 MAX_EARLY_CONSUMERS = 16384
 """Consumers kept of all of them."""
 MAX_SENDERS = 64
-"""Senders of heartbeats that are told apart for one request; those of further ones are ignored."""
+"""Senders of heartbeats known for one request; further ones are ignored."""
 
 
 @dataclass
@@ -31,7 +31,6 @@ class Beat:
     """Where a heartbeat comes from.
 
     Attributes:
-        consumer: engine id and rank of the reader, as it will release.
         sender: differs at every start of the reader.
         sequence: grows with each heartbeat of the sender.
     """
@@ -43,16 +42,13 @@ class Beat:
 
 @dataclass
 class LeaseCounts:
-    """What happened that a person may want to know; the caller resets it by taking it.
+    """Counts since they were last taken.
 
     Attributes:
-        expired: requests whose lease ran out.
-        unmatched: releases of a request that is unknown or had ended, given up for lack of room or
-            after a while.
+        unmatched: releases of an unknown or ended request, given up for lack of room or time.
         repeated: releases by a consumer that had released the request before.
-        extended: leases that a heartbeat began anew.
-        ignored_beats: heartbeats for a request that is unknown or had ended, or that were repeated,
-            out of order, or of a consumer that had released the request.
+        ignored_beats: heartbeats of an unknown or ended request, repeated or out of order, or of a
+            consumer that had released the request.
     """
 
     expired: int = 0
@@ -136,8 +132,7 @@ class LeaseLedger:
     def expire(self, now: float, early_seconds: float) -> dict[str, float]:
         """End the leases that ran out, and forget early releases older than ``early_seconds``.
 
-        Returns:
-            Of each lease that ran out, by request id, how many seconds it has lasted.
+        Returns the seconds that each of those leases has lasted, by request id.
         """
         ended = self._take_ended(now) if self._next_end <= now else {}
         self.counts.expired += len(ended)

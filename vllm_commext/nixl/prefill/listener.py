@@ -1,10 +1,8 @@
-"""The answering end of a side channel's connections: whoever is at the other ends, what they can
-make this process keep is bounded, and none of them holds up another for long.
+"""The answering end of a side channel's connections, which bounds what the other ends can cost.
 
-A connection holds at most one message that is not whole and what it has not read of its answer; it
-is read no further until it has.  Connections in all, the bytes of all, and the time to finish are
-bounded: who is over a bound loses its connection, those that have asked nothing good first, and
-those of the address that has the most.
+A connection holds at most one unfinished message and its unread answer.  Connections, bytes and the
+time to finish are bounded: over a bound, connections close that have asked nothing good first, of
+the address that has the most.
 """
 
 import contextlib
@@ -43,14 +41,12 @@ _CHUNK_BYTES = 16 * 1024
 
 
 class Connection:
-    """One asker.
+    """One asker's connection.
 
     Attributes:
         address: its host, or the network of an IPv6 one.
-        is_admitted: it has asked something good.
         nonce: that of the question whose asker is told of a drain, None where it is not told.
         since: when it became what it is: came, began a message, or last read of its answer.
-        num_taken: its messages of late.
     """
 
     __slots__ = (
@@ -76,21 +72,18 @@ class Connection:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there is something that it has to do in time."""
+        """It has to do something in time."""
         return not self.is_admitted or bool(self.out) or self.decoder.num_held > 0
 
 
 class Listener:
     """A bound port and its connections.  Owned by one thread but for `wake`.
 
-    Attributes:
-        num_refused: connections closed as they sent what is not allowed, or held too much.
-
     Args:
         bound: the socket.
         max_bytes: of a message.
-        answer: what is done with a message; it may `send`.
-        forget: what is done about a connection that has closed.
+        answer: takes a message; may `send`.
+        forget: takes a connection that has closed.
     """
 
     def __init__(
@@ -163,7 +156,7 @@ class Listener:
             self._next_sweep = min(self._next_sweep, begun + _SWEEP_SECONDS)
 
     def send(self, connection: Connection, message: bytes, *, is_shared: bool = False) -> None:
-        """Send a message; what is *shared* is kept by somebody else anyway."""
+        """Send a message; a *shared* one does not count as held here."""
         if connection.socket not in self._connections:
             return
         enveloped = connection.decoder.is_enveloped
@@ -174,7 +167,6 @@ class Listener:
         self._count(connection)
 
     def _serve(self, connection: Connection) -> None:
-        """Go on with its answer, or take one message of it."""
         self._unread.pop(connection, None)
         message = None
         try:

@@ -1,9 +1,5 @@
-"""One prompt that is computed for another engine, as the scheduler side of its engine sees it: its
-life, which docs/design/requests.md draws; the keys by which a router has it released; and which
-step completes it.
-
-Pure: who has a state moves it on, and acts on the move.
-"""
+"""One prompt that is computed for another engine, as its scheduler side sees it; its life is drawn
+in docs/design/requests.md.  Pure."""
 
 from __future__ import annotations
 
@@ -44,11 +40,9 @@ class Stream:
     """A prompt that is read while it is computed.
 
     Attributes:
-        key: its router's.
         row: of the workers' progress tables.
-        tag: the nonce under which it has begun, which tells it from other requests that get the
-            row; 0 before.
-        num_blocks: those that are listed, by group.
+        tag: its first nonce, which tells it from other requests that get the row; 0 before.
+        num_blocks: listed so far, by group.
         is_done: all are listed that are known before the prompt's end.
     """
 
@@ -64,15 +58,11 @@ class PrefillState:
     """All that the scheduler side knows of one prompt that is computed for another engine.
 
     Attributes:
-        request: vLLM's.
-        phase: of its blocks.
         key: by which its router can have it released, "" for none.
         is_cut: its last token is left to its readers.
         slot: of its fence, -1 for none.
         held_since: when its lease began, in monotonic seconds, None where it has had none.
-        has_expired: its lease has run out on a worker.
-        stream: how it is read meanwhile, None where it is not.
-        block_ids: its blocks by group and position, where a copy of the cache is kept on the host.
+        block_ids: by group and position, where a copy of the cache is kept on the host.
     """
 
     request: Request
@@ -93,7 +83,7 @@ class PrefillState:
         return True
 
     def renounce(self) -> bool:
-        """Nobody will read it; whether workers are to let go of it."""
+        """Give up its readers; True where workers must let go of it."""
         return self.move(PrefillPhase.UNWANTED) or (
             self.phase is PrefillPhase.HELD and self.move(PrefillPhase.RELEASED)
         )
@@ -120,14 +110,12 @@ def prefill_key_of(params: Mapping[str, Any] | None) -> str:
 
 
 def releases_of(params: Mapping[str, Any] | None) -> list[str]:
-    """The keys of prefills that a router has released; "" for each that is none."""
+    """Keys of the prefills that a router has released; "" for each that is none."""
     named = (params or {}).get("release")
     return [as_key(one) for one in named[:MAX_RELEASES]] if isinstance(named, list) else []
 
 
 class PrefillKeys:
-    """Keys of the prefills that are computed or kept."""
-
     def __init__(self) -> None:
         self._states: dict[str, PrefillState] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
@@ -140,8 +128,7 @@ class PrefillKeys:
             self._states[key], state.key = state, key
 
     def release(self, key: str) -> PrefillState | None:
-        """Nobody will read a prefill, which is returned; None where none with that key is
-        known."""
+        """Forget a key and return its prefill; None where it is not known, or not yet."""
         state = self._states.get(key)
         if state is not None:
             self.forget(state)
@@ -158,10 +145,9 @@ class PrefillKeys:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step does for one request.
+    """One request's part of a step.
 
     Attributes:
-        request_id: the request.
         begins: ``block_ids`` are all of its blocks; otherwise they come behind those it has.
         block_ids: by group and position.
         num_computed: tokens that have been computed before the step.
@@ -176,7 +162,6 @@ class Progress:
 
 
 def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
-    """What a step does for each of its requests."""
     counts = step.num_scheduled_tokens
     for new in step.scheduled_new_reqs:
         end = new.num_computed_tokens + counts.get(new.req_id, 0)
@@ -190,7 +175,7 @@ def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
 
 
 def completes(state: PrefillState, progress: Progress) -> bool:
-    """Whether a step completes a prompt, whose blocks are followed."""
+    """True where a step completes a prompt, whose blocks are followed."""
     if progress.begins:
         state.block_ids = []
     if progress.block_ids:

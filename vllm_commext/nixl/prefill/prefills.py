@@ -1,5 +1,4 @@
-"""The prefill engine's scheduler side: prompts that are computed for other engines, what of them is
-handed over, and what workers must know of them."""
+"""The prefill engine's scheduler side: prompts that are computed for other engines."""
 
 from __future__ import annotations
 
@@ -38,12 +37,7 @@ FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
 
 
 class Prefills:
-    """Prompts of one engine that others read.
-
-    Attributes:
-        directory: what the side channel answers about prompts that are read meanwhile.
-        num_held: prefills that are kept for their readers.
-    """
+    """Prompts of one engine that others read; ``num_held`` are kept for their readers."""
 
     def __init__(self, engine: EngineContext) -> None:
         self.directory = StreamDirectory()
@@ -80,7 +74,8 @@ class Prefills:
         return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
 
     def release(self, keys: Sequence[str]) -> int:
-        """A router says that nobody will read the prefills with these keys; how many there are."""
+        """Release the prefills with these keys, which nobody will read; returns their
+        number."""
         found = [state for key in keys if (state := self._keys.release(key)) is not None]
         self._release(found)
         return len(found)
@@ -98,8 +93,8 @@ class Prefills:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...], *, is_computed: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks must be kept, and what the engine that reads them
-        must know."""
+        """A request has ended: whether its blocks must be kept, and its transfer
+        parameters."""
         state = self._states.get(request.request_id)
         if state is None:
             return False, None
@@ -124,7 +119,7 @@ class Prefills:
     def _offer(
         self, state: PrefillState, block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
-        """Keep the blocks of a prefill that has ended for its readers; what it hands over, None for
+        """Keep the blocks of a prefill that has ended; its transfer parameters, None for
         nothing."""
         request = state.request
         if request.status not in FINISHED or state.phase is PrefillPhase.UNWANTED:
@@ -160,7 +155,6 @@ class Prefills:
     def _describe(
         self, state: PrefillState, offered: tuple[tuple[int, ...], ...], num_tokens: int
     ) -> dict[str, Any]:
-        """What a finished prefill's readers must know, and whoever asks for its first token."""
         request, engine = state.request, self._engine
         remote = RemoteRequest(
             engine_id=engine.engine_id,

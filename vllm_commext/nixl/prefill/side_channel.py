@@ -1,10 +1,6 @@
-"""The answering half of the side channel: decode workers ask a prefill engine for the description
-of one of its workers, and decode engines where prompts are read while they are computed; any engine
-asks another which blocks it has on offer.
+"""The answering half of the side channel, in a thread of the EngineCore process.
 
-It answers from a thread in its EngineCore process, and tells whoever has asked when the engine
-begins to drain.  Nothing that arrives there can end the thread: what is not a valid request is
-counted, answered with the reason, and forgotten.
+Nothing that arrives can end the thread: what is not a valid request is counted and refused.
 """
 
 import ipaddress
@@ -39,8 +35,6 @@ _LATE_SECONDS = 0.01
 
 
 class _Question(NamedTuple):
-    """A question that is not answered yet, and the nonce of its answer."""
-
     asked: wire.FindStreams
     nonce: bytes
     until: float
@@ -77,16 +71,15 @@ class SideChannelServer:
     """Serves the descriptions of one engine's workers until it is closed.
 
     Args:
-        engine_id: the engine's id; a request for another one is refused.
+        engine_id: a request for another one is refused.
         incarnation: differs at every start of the engine; goes out with each answer.
         host: address or name to bind to.
         port: port to bind to.
         descriptions: the encoded ``WorkerDescription`` of each worker, by its number.
-        secret: what a request must prove to know, see ``seal``; None lets everybody ask.
-        drains: whether the engine drains, asked from this server's thread; None where it never
-            does.
-        streams: what is known of prompts that are read while they are computed.
-        blocks: blocks that are on offer; None where none are.
+        secret: see ``seal``; None lets everybody ask.
+        drains: asked from this server's thread; None where the engine never drains.
+        streams: prompts that are read while they are computed.
+        blocks: blocks on offer.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -176,7 +169,6 @@ class SideChannelServer:
         self._listener.close()
 
     def _look_seconds(self) -> float:
-        """Until there is something to do even if nothing arrives."""
         look = math.inf if self._drains is None else DRAIN_LOOK_SECONDS
         return max(min(look, self._next_late - time.monotonic()), 0.0)
 
@@ -192,7 +184,6 @@ class SideChannelServer:
             self._next_late = max(min(untils, default=math.inf), now + _LATE_SECONDS)
 
     def _answer_question(self, connection: Connection) -> None:
-        """Answer a question if there is something to say, or no more time."""
         question = self._held[connection]
         if (found := self._found(question)) is not None:
             self._forget_question(connection, question)
@@ -253,7 +244,6 @@ class SideChannelServer:
             self._listener.send(connection, wire.encode(wire.Refused(reason=str(error))))
 
     def _describe(self, connection: Connection, worker: int, nonce: bytes, now: float) -> None:
-        """Describe a worker, and tell the asker from now on of drains."""
         described = self._answers[worker]
         answer = self._verifier.prove(described, nonce, now)
         connection.nonce = nonce
@@ -263,7 +253,6 @@ class SideChannelServer:
             self._send_draining(connection)
 
     def _tell_drain(self) -> None:
-        """Tell whoever has asked where the engine drains, or does no more."""
         if self._drains is None or self._drains() == self._told:
             return
         self._told = not self._told

@@ -1,5 +1,4 @@
-"""NIXL as the connector uses it: one agent a worker, memory registered by regions, prepared lists,
-reads; and what UCX below it logs."""
+"""NIXL as the connector uses it, and the log of UCX below it."""
 
 import contextlib
 import ctypes
@@ -36,11 +35,7 @@ busy. What arrives wakes it, save where UCX misses an event."""
 
 
 class UcxLog:
-    """What UCX has said in this process.
-
-    Where the user has set UCX's log level or file, UCX's log is left as it is and nothing is known
-    of it.
-    """
+    """UCX's log in this process; empty where the user has set UCX's log level or file."""
 
     def __init__(self) -> None:
         self._lanes: list[str] = []
@@ -100,7 +95,6 @@ class UcxLog:
 
 
 def _descriptors_of(descriptor: int) -> Iterator[int]:
-    """All of this process that stand for the same file as one does."""
     file = os.fstat(descriptor)
     for one in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # it is closed again
@@ -109,7 +103,6 @@ def _descriptors_of(descriptor: int) -> Iterator[int]:
 
 
 def _loaded_library() -> Any:
-    """UCX's base library as this process has loaded it, None where there is none."""
     try:
         found = _LIBRARY.search(Path("/proc/self/maps").read_text())
         return ctypes.CDLL(found[0]) if found else None
@@ -131,11 +124,7 @@ IN_PROGRESS = "PROC"
 
 
 def load_nixl() -> Any:
-    """Import NIXL's Python interface.
-
-    Raises:
-        UnsupportedError: NIXL is not installed or does not load; says what to do.
-    """
+    """Import NIXL's Python interface; raises UnsupportedError."""
     # UCX keeps every registration it ever made unless told otherwise; this bounds what it keeps.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     # Meeting a peer waits for a TCP connection, and every transfer of this worker with it: for 7 s
@@ -215,13 +204,7 @@ class NixlAgent:
             self._agent.create_backend(name, {**threads, **config.backend_params})
 
     def register(self, ranges: Sequence[tuple[int, int]], memory_type: str, device_id: int) -> None:
-        """Make memory readable by peers.
-
-        Args:
-            ranges: ``(address, num_bytes)`` of each allocation.
-            memory_type: "DRAM" or "VRAM".
-            device_id: the device that the memory is on, 0 for host memory.
-        """
+        """Make ``(address, num_bytes)`` ranges readable by peers."""
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
 
@@ -250,13 +233,8 @@ class NixlAgent:
         self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, rows: UInt64Array, memory_type: str) -> Any:
-        """Prepare a descriptor list.
-
-        Args:
-            name: a peer's agent, "" for this one.
-            rows: ``[n, 5]`` strided descriptors.
-            memory_type: "DRAM" or "VRAM".
-        """
+        """Prepare a list of ``[n, 5]`` strided descriptors of a peer's agent, "" for this
+        one."""
         if not self._strided:
             num_rows = int(rows[:, 4].sum())
             if num_rows > MAX_EXPANDED:
@@ -282,7 +260,6 @@ class NixlAgent:
         remote_list: Any,
         remote_indices: Int32Array,
     ) -> Any:
-        """Describe a read of remote descriptors into local ones."""
         return self._agent.make_prepped_xfer(
             "READ", local_list, local_indices, remote_list, remote_indices
         )
@@ -303,20 +280,18 @@ class NixlAgent:
             return 0
 
     def release_read(self, read: Any) -> None:
-        """Give a read back that has ended."""
         self._agent.release_xfer_handle(read)
 
     def notify(self, peer: str, message: bytes) -> None:
         self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[bytes]:
-        """Messages that arrived since the last call."""
         return [
             message for messages in self._agent.get_new_notifs().values() for message in messages
         ]
 
     def close(self) -> None:
-        """Give back the lists and the registrations; no read may be in flight."""
+        """No read may be in flight."""
         while self._own_lists:
             self._agent.release_dlist_handle(self._own_lists.pop())
         while self._registered:

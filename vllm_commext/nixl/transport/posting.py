@@ -1,11 +1,9 @@
-"""A read that is posted piece by piece, to NIXL or whoever else reads, and looked at until all of
-them have ended.
+"""A read that is posted piece by piece, and looked at until all pieces have ended.
 
 NIXL holds the interpreter's lock while it makes or releases a read, in proportion to the number of
-descriptors: 40,000 of them would stop the engine's thread for milliseconds.  A thread that wants
-the lock makes its holder give it up only after ``sys.getswitchinterval()``, 5 ms, and a call into C
-code is never interrupted.  Long work of the I/O thread is therefore done in pieces, with a pause
-after each: the engine's thread then waits for one piece at most.
+descriptors: 40,000 of them would stop the engine's thread for milliseconds.  Long work of the I/O
+thread is therefore done in pieces, with a pause after each: the engine's thread then waits for one
+piece at most, and not ``sys.getswitchinterval()``, 5 ms.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ PAUSE_SECONDS = 20e-6
 
 
 def pause() -> None:
-    """Give up the interpreter's lock for a moment."""
     time.sleep(PAUSE_SECONDS)
 
 
@@ -83,12 +80,7 @@ class Reader(Protocol):
 
 
 class NixlReader:
-    """Reads by NIXL; see ``Reader``.
-
-    Args:
-        local_list: prepared list of this worker's side of the plan.
-        remote_list: of the peer's; both None where the plan has nothing to read.
-    """
+    """Reads by NIXL; both lists are None where the plan has nothing to read."""
 
     name = "NIXL"
     is_mapped = False
@@ -99,24 +91,16 @@ class NixlReader:
         self._remote_list = remote_list
 
     def post(self, pairs: Pairs) -> Posting:
-        """See ``Reader``."""
         pieces = pieces_of_read(self._agent, self._local_list, self._remote_list, pairs)
         return Posting(self._agent, pieces)
 
 
 class Posting:
-    """Pieces of one read under way.
-
-    Args:
-        poster: whose reads they are.
-        pieces: its handles; each is posted before the next one is taken.
-
-    Attributes: ``num_merged``: descriptors that were moved in the pieces that have ended, after
-        NIXL merged neighbours.
+    """Pieces of one read under way, each posted before the next one is taken.
 
     Raises:
-        Exception: what the poster raises where the first piece cannot be made or posted; nothing is
-            under way then.  Where a later one fails, ``look`` tells, after the others' end.
+        Exception: the poster's where the first piece cannot be made or posted; nothing is under way
+            then.  Where a later one fails, ``look`` tells, after the others' end.
     """
 
     def __init__(self, poster: Poster, pieces: Iterable[Any]) -> None:
@@ -142,7 +126,6 @@ class Posting:
 
     @property
     def num_open(self) -> int:
-        """Pieces that have not ended, as far as ``look`` has seen."""
         return len(self._handles)
 
     def look(self) -> str | None:

@@ -29,8 +29,6 @@ SLOW_BYTES_PER_SECOND = 10e9
 
 @dataclass(frozen=True)
 class Speed:
-    """What a probe measured: ``num_bytes`` in ``seconds``, posting included."""
-
     num_bytes: int
     seconds: float
 
@@ -40,7 +38,7 @@ class Speed:
 
 
 def longest_run(layout: CacheLayout) -> tuple[int, int]:
-    """Address and bytes of a run of the peer's cache memory: the rows of its largest region."""
+    """Address and bytes of the rows of the peer's largest region."""
     runs = [
         (family.geometry.row_stride * family.geometry.num_rows, family.base_addresses[0])
         for family in layout.families
@@ -53,7 +51,7 @@ def longest_run(layout: CacheLayout) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Memory:
-    """A run of memory: address, bytes, NIXL's kind and device; ``owner`` keeps it alive."""
+    """A run of memory; ``owner`` keeps it alive."""
 
     address: int
     num_bytes: int
@@ -78,12 +76,7 @@ def measure(
     """Read from a peer's memory, one read after each turn; nothing is under way during a turn.
     Returns None where the memory is too small or a read does not end in time.
 
-    Args:
-        agent: this worker's agent.
-        peer: name of the peer's agent.
-        local: memory that nothing else uses, registered with the agent.
-        remote: registered memory of the peer.
-        end_seconds: when a read that has not ended is given up.
+    ``local`` is used by nothing else; both are registered.
     """
     speed: Speed | None = None
     for num_bytes in PROBE_BYTES:

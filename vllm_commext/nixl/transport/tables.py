@@ -1,7 +1,4 @@
-"""Tables of which peers read records, and cells into which records of theirs are read.
-
-What a record says is known to those who write it and to those who judge what has arrived.
-"""
+"""Tables of which peers read records, and cells into which records of theirs are read."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ class Table:
     Args:
         name: of the kind, the same on all workers.
         array: ``[num_records, ...]`` uint64, the records one behind the other.
-        num_cells: records of peers that can be read at a time.
+        num_cells: records of peers that can be read at a time; ``cells`` is ``[num_cells, ...]``.
         record_bytes: of a record that are read, 0 for all.
-
-    Attributes: ``cells``: ``[num_cells, ...]`` uint64.
     """
 
     def __init__(self, name: str, array: Words, num_cells: int, record_bytes: int = 0) -> None:
@@ -72,13 +67,7 @@ class Table:
 
 @dataclass(frozen=True)
 class RemoteTable:
-    """A peer's table.
-
-    Attributes:
-        own: this worker's of the same kind, which has the cells.
-        prepared: NIXL's list of the records.
-        num_records: how many there are.
-    """
+    """A peer's table; ``own`` has the cells for it."""
 
     own: Table
     prepared: Any

@@ -1,5 +1,4 @@
-"""Asks side channels, all those of a process from one thread: questions with deadlines, one after
-the other over a connection that stays open, and one way to wait after failures."""
+"""Asks side channels, all those of a process from one thread."""
 
 from __future__ import annotations
 
@@ -40,19 +39,16 @@ _ANSWERS = {
 @dataclass(frozen=True)
 class BackOff:
     """How long to wait after failed attempts: twice as long after each, up to a cap that is short
-    enough for an engine that has come back to be found soon.
-
-    Attributes:
-        first_seconds: the longest wait after the first failure.
-        most_seconds: the longest wait at all.
-    """
+    enough for an engine that has come back to be found soon."""
 
     first_seconds: float = 0.5
     most_seconds: float = 10.0
 
     def seconds(self, num_failures: int, random: float) -> float:
-        """The wait after so many failures in a row, at least 1; between half and all of the longest
-        one, by a random number from 0 to 1, so that many workers do not ask at the same time."""
+        """The wait after so many failures in a row, at least 1.
+
+        ``random``, from 0 to 1, takes half to all of it, so that many workers do not ask at once.
+        """
         doublings = min(num_failures - 1, 62)
         longest = min(self.most_seconds, self.first_seconds * 2.0**doublings)
         return longest * (1 + random) / 2
@@ -72,20 +68,17 @@ class _Question(NamedTuple):
 
 
 class SideChannel:
-    """One engine's side channel. It is connected to with the first question, and anew with the
-    first one after the connection has closed, as it does with the engine's process.  Owned by its
-    client's thread.
+    """One engine's side channel, connected to with the first question, and again with the first one
+    after the connection has closed.  Owned by its client's thread.
 
     Attributes:
         error: why the last attempt failed.
-        num_failures: attempts that have failed since the last one that has not.
+        num_failures: failed attempts in a row.
         retry_at: when it may be asked again, in seconds of ``time.monotonic``.
 
     Args:
-        address: of the side channel.
-        back_off: how long it is not asked again after failures.
-        on_draining: called when the engine has said whether it drains.
-        on_closed: told why, when the connection has ended while nothing was asked.
+        on_draining: takes whether the engine drains, when it says so.
+        on_closed: takes the error when the connection has ended while nothing was asked.
     """
 
     def __init__(
@@ -123,11 +116,9 @@ class SideChannel:
         """Ask; a later ``poll`` of the client calls one of the two functions.
 
         Args:
-            request: the question.
-            seconds: how long it may take to be answered.
-            on_reply: given the answer; what it raises is the error.
-            on_error: given why there is no good answer.
-            replaces: it takes the place of the question before, of which nothing is said any more.
+            on_reply: takes the answer; an exception of it is the error.
+            on_error: takes the error where there is no good answer.
+            replaces: drops the questions before, and their answers.
 
         Raises:
             CommextError: an attempt has failed a moment ago.
@@ -185,7 +176,6 @@ class SideChannel:
         self._is_sent = True
 
     def _take(self, frame: bytes) -> None:
-        """Take an answer, or what the engine says unasked."""
         try:
             frame = self._signer.check(frame)
         except OtherAnswerError:
@@ -247,12 +237,7 @@ class SideChannel:
 
 
 class SideChannelClient:
-    """All that one thread asks side channels.  Owned by that thread, which polls it often.
-
-    Attributes:
-        secret: the side channels' secret, None where there is none.
-        channels: those that are connected to, or are to be.
-    """
+    """All that one thread asks side channels.  Owned by that thread, which polls it often."""
 
     def __init__(self, secret: bytes | None) -> None:
         self.secret = secret
@@ -283,7 +268,6 @@ class SideChannelClient:
             self._guard(partial(channel.poll, now))
 
     def close(self) -> None:
-        """Hang up everywhere."""
         self._timers.clear()
         for channel in [*self.channels]:
             channel.close()
@@ -340,7 +324,6 @@ class ClientThread(SideChannelClient):
         self._wakeup.close()
 
     def _sleep(self) -> None:
-        """Until something arrives or is called, or it is time to look."""
         now, poller = time.monotonic(), select.poll()
         poller.register(self._wakeup, select.POLLIN)
         waits = [channel.wait_by(poller, now) for channel in self.asking]
@@ -350,7 +333,7 @@ class ClientThread(SideChannelClient):
 
 
 def _check_kind(reply: wire.AnyReply | wire.Refused, request: wire.AnyRequest) -> None:
-    """Raise ProtocolError where a question, which says what its answer is, has another one."""
+    """Raise ProtocolError where an answer is not of its question's kind."""
     if isinstance(reply, wire.Refused):
         raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason[:1000]}")
     expected = _ANSWERS[type(request)]

@@ -1,9 +1,5 @@
 """The asking end of a side channel: one TCP connection that never blocks, and never keeps more than
-one answer.
-
-It closes with the process at the other end if that process's host is up, at once.  For a host that
-vanished there are TCP's own timeouts.
-"""
+one answer."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
 def endpoint(host: str, port: int) -> str:
-    """How a host and port are written, brackets around IPv6."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -75,7 +70,7 @@ class _Budget:
         self._num_bytes = 0
 
     def change(self, num_bytes: int) -> bool:
-        """Hold so many more, or fewer; whether that is no more than may be."""
+        """Hold that many more, or fewer; False where that is too much."""
         with self._lock:
             self._num_bytes += num_bytes
             return num_bytes <= 0 or self._num_bytes <= MAX_UNFINISHED_BYTES
@@ -116,11 +111,6 @@ class _Lookup:
 
 class SideChannelSocket:
     """One connection to a side channel.  Owned by one thread, which calls `receive` often.
-
-    Args:
-        host: address or name to connect to.
-        port: its port.
-        max_bytes: of a message from there.
 
     Raises:
         ProtocolError: the host cannot be the name of one.
@@ -177,7 +167,6 @@ class SideChannelSocket:
         return message
 
     def close(self) -> None:
-        """Safe to repeat."""
         self._end("closed")
         self._decoder = zmtp.Decoder(zmtp.DEALER, 0)
         self._count()
@@ -193,7 +182,7 @@ class SideChannelSocket:
             self._end(os.strerror(status), status)
 
     def _move(self) -> bool:
-        """Send and receive what can be at once; whether something has come."""
+        """Send and receive what can be at once; True where something has come."""
         if self.error:
             return False
         try:
@@ -222,7 +211,6 @@ class SideChannelSocket:
         return b""
 
     def _flush(self) -> None:
-        """Send what can be sent at once."""
         if self._decoder.is_ready and self._waiting:
             self._out += self._waiting
             self._waiting.clear()

@@ -1,5 +1,4 @@
-"""What a worker says of itself on the side channel: its cache, its tables and its engine's facts,
-which are compared one by one, so that a difference has a name."""
+"""A worker's description on the side channel, and the comparison of two engines' facts."""
 
 from __future__ import annotations
 
@@ -26,14 +25,6 @@ MAX_TOKEN_BYTES = 1024
 
 
 class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """An allocation of a worker's GPU memory, by which other processes of its host map it.
-
-    Attributes:
-        address: in the worker's process.
-        num_bytes: of the allocation.
-        handle: CUDA's, for another process.
-    """
-
     address: int
     num_bytes: int
     handle: bytes
@@ -43,8 +34,7 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker's cache is read by processes of its host through a mapping, see ``mapped``.
 
     Attributes:
-        place: what processes have in common that can open the handles, see
-            ``mapped.reader.place_of_process``.
+        place: see ``mapped.reader.place_of_process``.
         regions: all allocations with parts of the cache, and the token's.
         token_address: where a reader finds the token, within a region.
         token: drawn at the worker's start.
@@ -60,24 +50,19 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
     Attributes:
-        engine_id: the engine's id as in the request parameters.
         facts: configuration on which both sides must agree, name to value.
-        agent_metadata: what NIXL needs to reach the agent.
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
-        device_id: device of the cache.
-        layout: what the cache looks like in memory.
-        fence_address: address of the worker's nonces, see ``fence``.
-        num_fence_slots: how many there are, 0 for none.
+        fence_address: of the worker's nonces, see ``fence``.
+        num_fence_slots: 0 for none.
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
-        stream_headers: address of the headers of its progress table, see
-            ``stream.progress``.
+        stream_headers: address of the headers of its progress table, see ``stream.progress``.
         stream_entries: address of the progress table's block ids.
         num_stream_rows: rows of the progress table, 0 where it streams nothing.
         pieces_per_row: pieces of block ids in a row.
         generations: address of its blocks' generations, see ``reuse.offers``.
-        num_generations: how many there are: one a block, or 0 where it has no blocks on offer.
-        mapped: how its cache is read through a mapping, None where it is not.
+        num_generations: one a block, or 0 where it has no blocks on offer.
+        mapped: None where its cache is not read through a mapping.
     """
 
     engine_id: str
@@ -177,7 +162,6 @@ def described(tables: Places) -> dict[str, int]:
 
 
 def tables_in(description: WorkerDescription) -> Places:
-    """Where a worker's tables are; what it does not have is not there."""
     found = {
         name: (getattr(description, address), getattr(description, number))
         for name, (address, number) in _FIELDS.items()
@@ -211,15 +195,10 @@ def differences(local: Mapping[str, str], remote: Mapping[str, str]) -> dict[str
 def check_facts(
     local: Mapping[str, str], remote: Mapping[str, str], *, enforce: bool
 ) -> dict[str, tuple[str, str]]:
-    """Compare two engines' facts.
+    """Compare two engines' facts; returns the tolerated differences, to be logged.
 
     Args:
-        local: the decode engine's facts.
-        remote: the prefill engine's facts.
         enforce: refuse any difference but one that only informs, not only one of geometry.
-
-    Returns:
-        The tolerated differences, to be logged.
 
     Raises:
         UnsupportedError: a difference that is not tolerated; the message lists every one of them.

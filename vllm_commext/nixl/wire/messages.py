@@ -1,8 +1,5 @@
-"""What crosses the network between engines: msgpack frames with a magic and a version.
-
-Two channels carry them: the side channel, with its questions and answers, and NIXL, by which a
-decode worker tells a prefill worker that it has read a request's blocks, or that it is going to.
-"""
+"""Frames that engines send each other, over the side channel and as NIXL notifications: msgpack
+with a magic and a version."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
 
 
 class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
-    """Common to all frames."""
-
     magic: str = MAGIC
     version: int = PROTOCOL_VERSION
 
@@ -40,9 +35,8 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
     """Side channel, decode to prefill: describe one worker.
 
     Attributes:
-        engine_id: the prefill engine that the request is meant for, "" for whichever it is.
-        tp_rank: number of the worker there: its tensor-parallel rank where the engine has no
-            pipeline stages, else the stages' ranks counted on.
+        engine_id: "" for whichever engine it is.
+        tp_rank: the worker's number there, see ``worker_number``.
         consumer: who asks, engine id and worker number.
         configuration: digest of the facts of the engine that asks.
     """
@@ -54,14 +48,12 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
 
 
 class Described(Frame, tag="described", frozen=True):
-    """Side channel, the answer.
+    """Side channel, the answer; host and port as request parameters name them.
 
     Attributes:
         incarnation: differs at every start of the engine; the request parameters carry it too.
         description: an encoded ``WorkerDescription``.
         checksum: SHA-256 digest of the description.
-        host: what request parameters call the side channel's host.
-        port: its port.
     """
 
     incarnation: str
@@ -78,12 +70,8 @@ class Refused(Frame, tag="refused", frozen=True):
 
 
 class Draining(Frame, tag="draining", frozen=True):
-    """Side channel, prefill to decode, to whoever has asked: whether the engine drains has changed.
-    What it holds can still be read; it takes no new requests.
-
-    Attributes:
-        drains: whether it does now.
-    """
+    """Side channel, prefill to decode: whether the engine drains has changed.  Its blocks can still
+    be read; it takes no new requests."""
 
     drains: bool
 
@@ -94,7 +82,7 @@ class FindStreams(Frame, tag="find_streams", frozen=True):
     the same connection, takes its place.
 
     Attributes:
-        keys: of prompts that are looked for, as their router chose them.
+        keys: of prompts that are looked for.
         awaited: of prompts whose first tokens are; together at most ``MAX_KEYS``.
         wait_seconds: when it is answered at the latest, at most ``MAX_WAIT_SECONDS``.
         consumer: who asks, engine id.
@@ -111,17 +99,16 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         refusal: why it will not be, "" where it is.
-        request_id: the request's id in the prefill engine.
-        num_tokens: tokens of its prompt.
-        row: its row of the workers' progress tables, see ``stream.progress``.
-        tag: what tells it there from other requests that get the row.
-        fence_slot: slot of its fence.
-        fence_nonce: what stands there until the request is preempted or ends.
-        prompt: what is computed, see ``prompt.digests``.
+        request_id: in the prefill engine.
+        num_tokens: of its prompt.
+        row: of the workers' progress tables, see ``stream.progress``.
+        tag: tells it there from other requests that get the row.
+        fence_nonce: stands in the slot until the request is preempted or ends.
+        prompt: see ``prompt.digests``.
         regions: where each group's block ids begin in the row, in pieces.
-        first_token: the token that was sampled after the prompt, -1 where there is none yet, or
-            none that another engine could use.
-        sampling: what it was drawn by, see ``first_token``.
+        first_token: sampled after the prompt; -1 where there is none yet, or none that another
+            engine could use.
+        sampling: how it was drawn, see ``first_token``.
     """
 
     refusal: str = ""
@@ -138,17 +125,7 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FoundStreams(Frame, tag="found_streams", frozen=True):
-    """Side channel, the answer: what is known of the keys, by key; of the others nothing, yet.
-
-    Attributes:
-        engine_id: the prefill engine.
-        incarnation: differs at every start of the engine.
-        host: what request parameters call the side channel's host.
-        port: its port.
-        tp_size: the engine's tensor-parallel ranks.
-        found: by key.
-        pp_size: its pipeline stages.
-    """
+    """Side channel, the answer: what is known by key; of the other keys nothing, yet."""
 
     engine_id: str
     incarnation: str
@@ -176,14 +153,8 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     """Side channel, the answer: the blocks up to the first that is not there.
 
     Attributes:
-        engine_id: the engine that has them.
-        incarnation: differs at every start of the engine.
-        host: its side channel's host, as request parameters would call it.
-        port: its side channel's port.
-        tp_size: the engine's tensor-parallel ranks.
         block_ids: by position in the prompt.
-        generations: what stands at each of them as long as its bytes do, see
-            ``reuse.offers``.
+        generations: of each, see ``reuse.offers``.
     """
 
     engine_id: str
@@ -250,7 +221,7 @@ class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
     Attributes:
-        request_id: the request's id in the prefill engine, as `short_id` gives it.
+        request_id: in the prefill engine, see `short_id`.
         consumer: engine id and worker number of the reader; the same consumer counts once.
         num_consumers: consumers that the prefill worker has to wait for.
     """
@@ -265,10 +236,10 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
     reads them.
 
     Attributes:
-        consumer: engine id and worker number of the reader, as in ``Released``.
+        consumer: as in ``Released``.
         sender: differs at every start of the reader.
         sequence: grows with each message of the sender.
-        request_ids: the requests' ids in the prefill engine, as `short_id` gives them.
+        request_ids: in the prefill engine, see `short_id`.
     """
 
     consumer: str
@@ -300,8 +271,7 @@ def decode_notification(frame: bytes) -> Released | KeepAlive:
 
 
 def short_id(name: str) -> str:
-    """What notifications call a request or consumer: its id, or as much of a long one as fits and a
-    digest."""
+    """An id in notifications: itself, or as much of a long one as fits and a digest."""
     if len(name) <= MAX_ID_CHARACTERS:
         return name
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()

@@ -60,11 +60,10 @@ class TransferParams:
 
     Attributes:
         remote: where its blocks are.
-        prompt: what they were computed from, see ``prompt.digests``.
-        first_token: the token id that was sampled after the prompt, -1 where none is handed over.
-        sampling: what it was drawn by, see ``first_token.offer``.
-        computed_at: when the prompt was computed, in milliseconds since 1970 of the prefill
-            engine's clock; 0 where the parameters do not say.
+        prompt: see ``prompt.digests``.
+        first_token: sampled after the prompt, -1 where none is handed over.
+        sampling: how it was drawn, see ``first_token.offer``.
+        computed_at: milliseconds since 1970 of the prefill engine's clock; 0 where it is not said.
     """
 
     remote: RemoteRequest
@@ -119,10 +118,6 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
 
 def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> TransferParams:
     """Read what a prefill engine returned.
-
-    Args:
-        params: the parameters as they came with the decode request.
-        secret: what they must be proven with, None where the side channel has no secret.
 
     Raises:
         OtherProtocolError: they are of another version of this connector.
@@ -182,11 +177,7 @@ def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
 
 
 def transfer_params_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> TransferParams:
-    """What a side channel says of a stream, as the parameters would say it.
-
-    Raises:
-        ProtocolError: a value is out of range.
-    """
+    """A side channel's word of a stream as parameters; raises ProtocolError out of range."""
     for name, value, low, high in (
         ("port", remote.port, 1, 65535),
         ("tp_size", remote.tp_size, 1, MAX_RANKS),
@@ -208,11 +199,8 @@ def write_params(
 ) -> dict[str, Any]:
     """The parameters that a prefill engine returns for a finished request.
 
-    Args:
-        transfer_params: what it hands over.
-        secret: what proves them, None where the side channel has no secret.
-        chunk_tokens: of a step at most, where prompts can be read while they are computed; else 0.
-            For routers, with ``remote_place_seal``, which proves host and port to decode engines.
+    With ``chunk_tokens``, the most of a step where prompts are read while they are computed, go
+    ``remote_chunk_tokens`` and ``remote_place_seal``, which proves host and port to decode engines.
     """
     remote = transfer_params.remote
     written = _RemoteParams(
@@ -249,7 +237,6 @@ def write_params(
 
 
 def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
-    """Refuse what the secret does not prove."""
     proof, remote.remote_seal = remote.remote_seal, ""
     if secret is None:
         if proof:

@@ -1,8 +1,4 @@
-"""How request parameters name side channels that a decode engine asks: one that a prompt is read
-from while it is computed, and those of engines that may have blocks of it.
-
-Where the side channel has a secret, it proves each.
-"""
+"""Side channels that request parameters name for a decode engine to ask; a secret proves each."""
 
 from __future__ import annotations
 
@@ -28,11 +24,7 @@ class _SideChannel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def place_of_stream(params: Mapping[str, Any], secret: bytes | None = None) -> tuple[str, int]:
-    """Host and port of the side channel to ask.
-
-    Raises:
-        ProtocolError: they are missing or none, or not proven.
-    """
+    """Host and port of the side channel to ask; raises ProtocolError without, or not proven."""
     host, port = params.get("remote_host"), params.get("remote_port")
     is_port = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
     if not isinstance(host, str) or not host or not isinstance(port, int) or not is_port:
@@ -56,7 +48,6 @@ def prove_place(secret: bytes | None, host: str, port: int) -> str:
 
 
 def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: str) -> None:
-    """Refuse a side channel that the secret does not prove to be an engine's."""
     if secret is None or is_proof(proof, prove_place(secret, host, port)):
         return
     raise ProtocolError(
@@ -94,6 +85,5 @@ def places_for_reuse(
 def check_range(
     name: str, value: float, low: float, high: float, what: str = "kv_transfer_params"
 ) -> None:
-    """Raise ProtocolError where a number is not within ``[low, high]``."""
     if not low <= value <= high:
         raise ProtocolError(f"{what}: expected {name} from {low} to {high}, got {value}")

@@ -1,10 +1,5 @@
-"""What a prompt's KV cache depends on, as digests that a prefill engine returns and a decode engine
-compares with those of its own request.
-
-A prompt has up to five parts: its token ids, embeddings given in place of tokens, the LoRA adapter,
-the salt of its prefix cache, and multimodal items.  Each has a digest of its own, so that a refusal
-can name what differs.  Pure, but for the one copy that brings embeddings into host memory.
-"""
+"""Digests of what a prompt's KV cache depends on: a prefill engine returns them, and a decode
+engine compares them with its own; one for each part, so that a refusal names what differs."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ DIGEST_DIGITS = 64
 
 
 class OtherPromptError(ProtocolError):
-    """A KV cache is that of another prompt than the request's."""
+    """The KV cache is that of another prompt."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,6 @@ class Prompt:
         embeddings: [num_tokens, hidden size] or None.
         is_token: of each position whether the token id counts, not the embedding; None where all of
             the prompt is of one kind.
-        lora: name of its adapter, "" for none.
-        cache_salt: "" for none.
         items: multimodal items in the order of their places: (hash of the content, first token,
             tokens).
     """
@@ -76,11 +69,9 @@ def prompt_of(request: Request) -> Prompt:
 
 
 def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
-    """SHA-256, hexadecimal, of each part that the prompt has.
+    """SHA-256, hexadecimal, of each part that the first ``num_tokens`` of the prompt have.
 
-    Args:
-        num_tokens: how many of its first tokens count.  A multimodal item counts from its first
-            token on, since its content decides all of its tokens.
+    A multimodal item counts from its first token on, since its content decides all of its tokens.
     """
     found: dict[str, str] = {}
     if prompt.token_ids is not None:
@@ -101,16 +92,7 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
 
 
 def check_prompt(own: Mapping[str, str], computed: Mapping[str, str], source: str) -> None:
-    """Compare two prompts by their digests.
-
-    Args:
-        own: that of the request to be served.
-        computed: that of the KV cache on offer.
-        source: who computed it, for the message.
-
-    Raises:
-        OtherPromptError: says which parts differ.
-    """
+    """Compare the digests of a request's prompt and of a KV cache; raises OtherPromptError."""
     differing = [name for part, name in PARTS.items() if own.get(part) != computed.get(part)]
     if differing or not own.keys() <= PARTS.keys() or not computed.keys() <= PARTS.keys():
         raise OtherPromptError(
@@ -125,7 +107,6 @@ def _digest(content: bytes) -> str:
 
 
 def _digest_of_rows(prompt: Prompt, num_tokens: int) -> str:
-    """Digest of the embeddings' bytes, and of which positions they are for."""
     import torch
 
     assert prompt.embeddings is not None

@@ -54,7 +54,6 @@ class Sealed(wire.Frame, tag="sealed", frozen=True):
     Attributes:
         sent: when it was sealed, in seconds since 1970 of the sender's clock.
         nonce: of the asker, and the number of its request; the reply carries that of its request.
-        body: the frame.
         proof: HMAC-SHA256 of the purpose, ``sent``, ``nonce`` and ``body``.
     """
 
@@ -102,11 +101,7 @@ def seal(secret: bytes, purpose: bytes, frame: bytes, nonce: bytes, now: float) 
 
 
 def unseal(secret: bytes, purpose: bytes, frame: bytes) -> Sealed:
-    """Check a proof.
-
-    Raises:
-        ProtocolError: it is no sealed frame, or the proof is none of this secret and purpose.
-    """
+    """Check a proof; raises ProtocolError where it is none of this secret and purpose."""
     sealed = open_envelope(frame)
     if sealed is None:
         raise ProtocolError("the frame carries no proof of the side channel's secret")
@@ -133,11 +128,7 @@ def _proof(secret: bytes, purpose: bytes, sent: float, nonce: bytes, body: bytes
 
 
 def prove_params(secret: bytes, content: Any) -> str:
-    """The proof that goes with request parameters, hexadecimal; ``content`` is all of them.
-
-    Raises:
-        ProtocolError: they cannot be proven, so that no engine has sealed them.
-    """
+    """The proof of request parameters, hexadecimal; raises ProtocolError without an encoding."""
     try:
         encoded = _CANONICAL.encode(content)
     except (OverflowError, UnicodeEncodeError) as error:
@@ -146,11 +137,6 @@ def prove_params(secret: bytes, content: Any) -> str:
 
 
 def check_params(secret: bytes, content: Any, proof: str) -> None:
-    """Check the proof of request parameters.
-
-    Raises:
-        ProtocolError: there is none, or it is none of this secret and these parameters.
-    """
     if not proof:
         raise ProtocolError(
             "this decode engine has a side-channel secret, and kv_transfer_params carry no proof "
@@ -165,7 +151,7 @@ def check_params(secret: bytes, content: Any, proof: str) -> None:
 
 
 def is_proof(proof: Any, expected: str) -> bool:
-    """Whether something from outside is the expected proof; its time tells nothing of it."""
+    """Compare in constant time."""
     return isinstance(proof, str) and hmac.compare_digest(
         expected.encode(), proof.encode(errors="replace")
     )
@@ -174,9 +160,6 @@ def is_proof(proof: Any, expected: str) -> bool:
 class _Askers:
     """Numbers of requests that were answered, by asker: none is answered twice, whatever the clocks
     do.  What it keeps is bounded, and an asker that is not forgotten can ask as often as it likes.
-
-    Args:
-        clock: monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -189,11 +172,7 @@ class _Askers:
         self._forgotten = -math.inf
 
     def note(self, sealed: Sealed, wall: float, address: str) -> None:
-        """Remember a request.
-
-        Raises:
-            ProtocolError: it is a repetition, or may be one.
-        """
+        """Remember a request; raises ProtocolError where it is a repetition, or may be one."""
         if len(sealed.nonce) != NONCE_BYTES:
             raise ProtocolError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(sealed.nonce)}")
         asker = sealed.nonce[:_ASKER_BYTES]
@@ -242,11 +221,7 @@ class _Askers:
 
 
 def _with_number(highest: int, seen: int, number: int) -> tuple[int, int]:
-    """The highest number and what was seen up to it, with one more.
-
-    Raises:
-        ProtocolError: it was seen, or is too far below the highest to tell.
-    """
+    """One more number; raises ProtocolError where it was seen, or is too old to tell."""
     if number > highest:
         ahead = min(number - highest, REORDERED)
         return number, (seen << ahead | 1) & ((1 << REORDERED) - 1)
@@ -256,12 +231,7 @@ def _with_number(highest: int, seen: int, number: int) -> tuple[int, int]:
 
 
 class FrameVerifier:
-    """The answering side: lets requests in and proves the answers.
-
-    Args:
-        secret: the shared one, None where everybody is let in.
-        clock: monotonic, in seconds.
-    """
+    """The answering side: lets requests in, all without a secret, and proves the answers."""
 
     def __init__(self, secret: bytes | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._secret = secret
@@ -269,11 +239,7 @@ class FrameVerifier:
 
     def admit(self, frame: bytes, now: float, address: str = "") -> tuple[bytes, bytes]:
         """The request within a frame that came from an address *now*, in seconds since 1970, and
-        the nonce that its answer has to carry.
-
-        Raises:
-            ProtocolError: it is not to be answered; says what is wrong and what to do.
-        """
+        the nonce that its answer has to carry; raises ProtocolError."""
         if self._secret is None:
             if open_envelope(frame) is not None:
                 raise ProtocolError(
@@ -292,7 +258,6 @@ class FrameVerifier:
         return sealed.body, sealed.nonce
 
     def prove(self, reply: bytes, nonce: bytes, now: float) -> bytes:
-        """The answer to the request that had the nonce, as it goes out."""
         return reply if self._secret is None else seal(self._secret, REPLY, reply, nonce, now)
 
 
@@ -320,18 +285,13 @@ _NUMBERS = _Numbers()
 
 
 class FrameSigner:
-    """The asking side: proves requests and checks the answer to the last one.
-
-    Args:
-        secret: the shared one, None where there is none.
-    """
+    """The asking side: proves requests and checks the answer to the last one."""
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
         self._nonce = b""
 
     def prove(self, request: bytes) -> bytes:
-        """The request as it goes out."""
         if self._secret is None:
             return request
         self._nonce = _NUMBERS.take()

@@ -38,7 +38,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def header(num_bytes: int, *, is_enveloped: bool = False) -> bytes:
-    """What comes before a message of so many bytes; *enveloped* where its asker's was."""
+    """The bytes before a message; *enveloped* where its asker's was."""
     envelope = bytes([_MORE, 0]) if is_enveloped else b""
     if num_bytes < 256:
         return envelope + bytes([0, num_bytes])
@@ -46,15 +46,11 @@ def header(num_bytes: int, *, is_enveloped: bool = False) -> bytes:
 
 
 class Decoder:
-    """What one end receives.
+    """Takes one end's messages from the bytes that come; ``kind`` is this end's.
 
     Attributes:
         is_ready: the other end has greeted and is ready; only then may it be sent a message.
         is_enveloped: the last message had an empty frame before it, as its answer has to.
-
-    Args:
-        kind: of this end.
-        max_bytes: of a message.
     """
 
     __slots__ = (
@@ -73,20 +69,13 @@ class Decoder:
 
     @property
     def num_held(self) -> int:
-        """Bytes that have come and were not taken."""
         return len(self._held)
 
     def feed(self, data: bytes) -> None:
-        """Bytes that have come."""
         self._held += data
 
     def take(self) -> bytes | None:
-        """The next message, None where it is not whole yet.
-
-        Raises:
-            ProtocolError: the other end speaks another protocol, or sends what is not allowed; the
-                connection is of no use any more.
-        """
+        """The next message, None where it is not whole yet; raises ProtocolError."""
         if not self._has_greeting and not self._take_greeting():
             return None
         while (found := self._take_frame()) is not None:
@@ -132,7 +121,6 @@ class Decoder:
         return flags, body
 
     def _check(self, flags: int, num_bytes: int) -> None:
-        """Refuse what must not come next, by its header alone."""
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
             raise ProtocolError(f"expected a frame of ZMTP 3, got flags {flags:#x}")
         if bool(flags & _COMMAND) == self.is_ready:
@@ -156,11 +144,7 @@ class Decoder:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """What a READY says, by name in small letters.
-
-    Raises:
-        ProtocolError: it is cut short.
-    """
+    """What a READY says, by name in small letters; raises ProtocolError."""
     found: dict[bytes, bytes] = {}
     while data:
         begin = 1 + data[0]
