@@ -9,10 +9,10 @@ stream can go on where it was.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_commext.proxy.attempts import Attempts
 from vllm_commext.proxy.config import ProxyConfig
@@ -24,15 +24,24 @@ from vllm_commext.proxy.response import Opened, failures_of
 from vllm_commext.proxy.resume import MAX_RESUMES, Resume
 from vllm_commext.proxy.transcript import Transcript
 
-if TYPE_CHECKING:
-    from vllm_commext.proxy.serving import Service
-
 logger = logging.getLogger("vllm.commext.proxy")
 
 MAX_MOVES = 3
 """Streams that move at a time: the more read at once, the longer each pauses."""
 PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
+
+
+class Steps(Protocol):
+    """A request's way to an engine."""
+
+    async def first_step(self, attempts: Attempts, outcome: Outcome) -> Opened | None: ...
+
+    async def second_step(
+        self, attempts: Attempts, outcome: Outcome, changes: Mapping[str, Any] = ...
+    ) -> Opened: ...
+
+    def release(self, attempts: Attempts, request_id: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -42,7 +51,7 @@ class Mover:
     stop: has the stream stop where `move` is called. turns: of `MAX_MOVES`.
     """
 
-    _steps: "Service"
+    _steps: Steps
     _attempts: Attempts
     _outcome: Outcome
     _config: ProxyConfig
