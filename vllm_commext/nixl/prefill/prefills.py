@@ -74,8 +74,7 @@ class Prefills:
         return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
 
     def release(self, keys: Sequence[str]) -> int:
-        """Release the prefills with these keys, which nobody will read; returns their
-        number."""
+        """Release the prefills with these keys; returns how many there are."""
         found = [state for key in keys if (state := self._keys.release(key)) is not None]
         self._release(found)
         return len(found)
@@ -93,8 +92,7 @@ class Prefills:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...], *, is_computed: bool = True
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks must be kept, and its transfer
-        parameters."""
+        """Take a request's end: whether its blocks must be kept, and its parameters."""
         state = self._states.get(request.request_id)
         if state is None:
             return False, None
@@ -119,8 +117,7 @@ class Prefills:
     def _offer(
         self, state: PrefillState, block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
-        """Keep the blocks of a prefill that has ended; its transfer parameters, None for
-        nothing."""
+        """Keep the blocks of a prefill; its parameters, None where it hands nothing over."""
         request = state.request
         if request.status not in FINISHED or state.phase is PrefillPhase.UNWANTED:
             return None

@@ -233,8 +233,7 @@ class NixlAgent:
         self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, rows: UInt64Array, memory_type: str) -> Any:
-        """Prepare a list of ``[n, 5]`` strided descriptors of a peer's agent, "" for this
-        one."""
+        """Prepare ``[n, 5]`` strided descriptors of a peer's agent, "" for this one."""
         if not self._strided:
             num_rows = int(rows[:, 4].sum())
             if num_rows > MAX_EXPANDED:
