@@ -13,12 +13,6 @@ NAMES = st.sampled_from(["model", "dtype", "extra", *GEOMETRY])
 SETS = st.dictionaries(NAMES, st.sampled_from(["1", "2", "three"]))
 
 
-def test_equal_facts_pass() -> None:
-    assert differences(FACTS, dict(FACTS)) == {}
-    assert check_facts(FACTS, dict(FACTS), enforce=True) == {}
-    assert check_facts(FACTS, dict(FACTS), enforce=False) == {}
-
-
 @given(SETS, SETS)
 @settings(max_examples=40)
 def test_differences_are_exactly_those_and_the_digest_agrees(

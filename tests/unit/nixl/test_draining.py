@@ -49,7 +49,7 @@ def wait_for(look: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def asking(context: Any, port: int, secret: bytes | None = None) -> Iterator[Inquiry]:
+def asking(port: int, secret: bytes | None = None) -> Iterator[Inquiry]:
     """An engine that has its answer and keeps the connection."""
     inquiry = Inquiry(HOST, port, REQUEST, secret)
     try:
@@ -60,14 +60,12 @@ def asking(context: Any, port: int, secret: bytes | None = None) -> Iterator[Inq
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(
-    context: Any, secret: bytes | None
-) -> None:
+def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(secret: bytes | None) -> None:
     drains = threading.Event()
     with (
         serving(drains, secret) as port,
-        asking(context, port, secret) as one,
-        asking(context, port, secret) as two,
+        asking(port, secret) as one,
+        asking(port, secret) as two,
     ):
         assert one.take_news() is None
         for expected in (True, False):
@@ -78,18 +76,18 @@ def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(
                 assert inquiry.is_connected()
 
 
-def test_who_asks_later_is_told_behind_the_answer(context: Any) -> None:
+def test_who_asks_later_is_told_behind_the_answer() -> None:
     drains = threading.Event()
     drains.set()
-    with serving(drains) as port, asking(context, port) as first:
+    with serving(drains) as port, asking(port) as first:
         assert wait_for(first.take_news)
-        with asking(context, port) as second:
+        with asking(port) as second:
             assert wait_for(second.take_news)
 
 
-def test_who_was_refused_is_not_told(context: Any) -> None:
+def test_who_was_refused_is_not_told() -> None:
     drains = threading.Event()
-    with serving(drains) as port, asking(context, port) as good:
+    with serving(drains) as port, asking(port) as good:
         request = wire.DescribeRequest(engine_id="another", tp_rank=0)
         bad = Inquiry(HOST, port, request)
         with pytest.raises(ProtocolError, match="refused the handshake"):
@@ -100,9 +98,9 @@ def test_who_was_refused_is_not_told(context: Any) -> None:
         bad.close()
 
 
-def test_news_with_another_secret_are_none(context: Any) -> None:
+def test_news_with_another_secret_are_none() -> None:
     drains = threading.Event()
-    with serving(drains, SECRET) as port, asking(context, port, SECRET) as inquiry:
+    with serving(drains, SECRET) as port, asking(port, SECRET) as inquiry:
         inquiry.channel._signer._secret = OTHER
         drains.set()
         wait_for(lambda: None if inquiry.is_connected() else True)

@@ -1,6 +1,6 @@
-"""What of one side cannot be placed in the other, with the reason, and small lanes by hand."""
+"""What of one side cannot be placed in the other, with the reason."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -152,51 +152,6 @@ def test_nothing_to_read_is_no_lanes() -> None:
     assert lanes(heads, heads, (2, 2), source=1) is None
     state = geometry(MAMBA2, tp_size=2)
     assert lanes(state, state, (2, 2), source=1) is None
-
-
-@dataclass(frozen=True)
-class Small:
-    """Lanes of layers small enough to be written out."""
-
-    lengths: list[int]
-    local_offsets: list[int]
-    remote_offsets: list[int]
-    cell_tokens: int
-    local: Grid
-    remote: Grid
-
-
-def check(found: Lanes | None, expected: Small) -> None:
-    assert found.cell_tokens == expected.cell_tokens
-    assert (found.local, found.remote) == (expected.local, expected.remote)
-    assert found.lengths.tolist() == expected.lengths
-    assert found.local_offsets.tolist() == expected.local_offsets
-    assert found.remote_offsets.tolist() == expected.remote_offsets
-
-
-def test_two_of_four_heads_with_planes_by_hand() -> None:
-    layer = Attention(4, 2, num_planes=2)
-    local, remote = geometry(layer, tp_size=2), geometry(layer, order="LBNHC")
-    check(
-        lanes(local, remote, (1, 2)),
-        Small(
-            lengths=[2, 2, 2, 2],
-            local_offsets=[0, 16, 32, 48],
-            remote_offsets=[0, 2, 8, 10],
-            cell_tokens=1,
-            local=Grid(4, 64, 1, 8, 2),
-            remote=Grid(32, 16, 8),
-        ),
-    )
-
-
-def test_a_slice_of_a_convolution_by_hand() -> None:
-    layer = State("short_conv", 4, length=3, conv_item=2)
-    by_position = [geometry(layer, tp_size=size, dim_first=False) for size in (1, 2)]
-    check(
-        lanes(by_position[0], by_position[1], (2, 1), source=1),
-        Small([4, 4, 4], [4, 12, 20], [0, 4, 8], 0, Grid(4, 24), Grid(4, 12)),
-    )
 
 
 def test_grids() -> None:

@@ -156,41 +156,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ledger) == len(self.deadline)
 
 
-def test_the_lease_ends_at_its_deadline_and_not_before() -> None:
-    ledger = LeaseLedger()
-    assert not ledger.hold("r", 100.0, 5.0)
-    assert ledger.expire(104.9, EARLY_SECONDS) == {}
-    assert ledger.expire(105.0, EARLY_SECONDS) == {"r": 5.0}
-    assert ledger.expire(200.0, EARLY_SECONDS) == {}
-
-
-def test_one_consumer_counts_once() -> None:
-    ledger = LeaseLedger()
-    ledger.hold("r", 0.0, 5.0)
-    assert not ledger.release("r", "d/0", 2, 1.0)
-    assert not ledger.release("r", "d/0", 2, 1.0)
-    assert ledger.release("r", "d/1", 2, 1.0)
-
-
-def test_an_unknown_release_does_not_outlive_its_time() -> None:
-    ledger = LeaseLedger()
-    ledger.release("r", "d/0", 1, 0.0)
-    ledger.expire(EARLY_SECONDS, EARLY_SECONDS)
-    assert not ledger.hold("r", EARLY_SECONDS, 5.0)
-    assert ledger.take_counts().unmatched == 1
-
-
-def test_early_releases_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_EARLY_RELEASES", 10)
-    ledger = LeaseLedger()
-    for number in range(25):
-        ledger.release(f"r{number}", "d/0", 1, 0.0)
-    assert ledger.take_counts().unmatched == 15
-    assert [ledger.hold(f"r{number}", 0.0, 5.0) for number in range(25)] == [False] * 15 + [
-        True
-    ] * 10
-
-
 def test_a_lease_may_be_longer_than_the_age_up_to_which_heartbeats_extend_it() -> None:
     ledger = LeaseLedger(max_age=2.0)
     ledger.hold("r", 0.0, 5.0)
@@ -208,6 +173,17 @@ def test_each_heartbeat_begins_the_lease_anew_up_to_its_greatest_age() -> None:
     assert ledger.expire(111.9, EARLY_SECONDS) == {}
     assert ledger.expire(112.0, EARLY_SECONDS) == {"r": 12.0}
     assert ledger.take_counts() == LeaseCounts(expired=1, extended=2)
+
+
+def test_early_releases_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_EARLY_RELEASES", 10)
+    ledger = LeaseLedger()
+    for number in range(25):
+        ledger.release(f"r{number}", "d/0", 1, 0.0)
+    assert ledger.take_counts().unmatched == 15
+    assert [ledger.hold(f"r{number}", 0.0, 5.0) for number in range(25)] == [False] * 15 + [
+        True
+    ] * 10
 
 
 def test_a_heartbeat_that_comes_again_or_late_or_after_the_release_is_ignored() -> None:
@@ -251,11 +227,15 @@ def test_every_release_and_every_end_counts_once() -> None:
     assert ledger.take_counts() == LeaseCounts(expired=3)
 
 
-def test_a_lease_that_is_dropped_is_over_and_is_dropped_once() -> None:
+def test_a_dropped_lease_ends_once_whoever_has_released_it() -> None:
     ledger = LeaseLedger()
-    ledger.hold("r", 0.0, 5.0)
-    assert [ledger.drop("r"), ledger.drop("r"), len(ledger)] == [True, False, 0]
-    assert ledger.expire(9.0, EARLY_SECONDS) == {}
+    assert not ledger.drop("r")
+    ledger.hold("r", 0.0, 10.0)
+    ledger.release("r", "d0", 2, 1.0)
+    assert ledger.drop("r")
+    assert not ledger.drop("r")
+    assert len(ledger) == 0
+    assert ledger.expire(11.0, 60.0) == {}
 
 
 def test_of_the_early_releases_the_oldest_are_forgotten() -> None:

@@ -15,7 +15,6 @@ from vllm_commext.nixl.geometry.mamba import (
     MAMBA1,
     MAMBA2,
     SHORT_CONV,
-    Projection,
     StateTensor,
     compute_mamba_phys_ratio,
     derive_mamba_conv_split,
@@ -120,24 +119,6 @@ def test_parts_name_every_byte_of_a_state_on_every_rank(
         kinds = {part.dtype for part in one.parts() if part.name == "ssm"}
         assert kinds <= {"b"}
         assert {part.replicated for part in one.parts()} == {state.replicated}
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_channels", "shape", "expected"),
-    [
-        (MAMBA2, 32 + 2 * 16, (4, 8, 16), [("x", 4, 8), ("B", 1, 16), ("C", 1, 16)]),
-        (MAMBA2, 32 + 4 * 16, (4, 8, 16), [("x", 4, 8), ("B", 2, 16), ("C", 2, 16)]),
-        (MAMBA2, 32 + 2, (4, 8, 1), [("x", 4, 8), ("B", 1, 1), ("C", 1, 1)]),
-        (GATED_DELTA_NET, 64 + 32, (4, 16, 8), [("q", 2, 8), ("k", 2, 8), ("v", 4, 16)]),
-        (MAMBA1, 24, (24, 16), [("x", 24, 1)]),
-        (SHORT_CONV, 24, (), [("conv", 24, 1)]),
-    ],
-)
-def test_projections(
-    kind: str, num_channels: int, shape: tuple[int, ...], expected: list[tuple[str, int, int]]
-) -> None:
-    found = derive_mamba_conv_split(kind, num_channels, shape)
-    assert found == tuple(Projection(*one) for one in expected)
 
 
 @pytest.mark.parametrize(

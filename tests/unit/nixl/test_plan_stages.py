@@ -124,7 +124,7 @@ def test_engines_of_different_layers_are_refused() -> None:
     remote = described(case.prefill, [names[:1], names[1:2]], 0, 0, REMOTE_ADDRESS)
     with pytest.raises(ProtocolError, match=r"layers differ: only in decode \['layers.2'\]"):
         plan_read(local, remote, local_device=0, remote_device=0)
-    with pytest.raises(ProtocolError, match=r"only in prefill \['layers.2'\]"):
+    with pytest.raises(ProtocolError, match=r"only in prefill \['layers.2'\]: serve the same"):
         plan_read(remote, local, local_device=0, remote_device=0)
     # A worker that names no stages claims to have all layers.
     alone = describe(stage_of(case.prefill, names[:1]), 0, REMOTE_ADDRESS)

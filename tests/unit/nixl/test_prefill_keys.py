@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.prefill.leases import LeaseLedger
 from vllm_commext.nixl.prefill.prefill_state import (
     MAX_EARLY,
     MAX_RELEASES,
@@ -92,14 +91,3 @@ def test_none_is_named(params: Any) -> None:
 
 def test_a_request_names_so_many_at_most() -> None:
     assert len(releases_of({"release": KEYS * MAX_RELEASES})) == MAX_RELEASES
-
-
-def test_a_dropped_lease_ends_once_whoever_has_released_it() -> None:
-    ledger = LeaseLedger()
-    assert not ledger.drop("r")
-    ledger.hold("r", 0.0, 10.0)
-    ledger.release("r", "d0", 2, 1.0)
-    assert ledger.drop("r")
-    assert not ledger.drop("r")
-    assert len(ledger) == 0
-    assert ledger.expire(11.0, 60.0) == {}

@@ -258,7 +258,7 @@ def test_a_secret_that_cannot_be_used_stops_the_start(
     assert "short" not in str(raised.value)
 
 
-def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.Described:
+def exchange(served: bytes | None, asked: bytes | None) -> wire.Described:
     """One question over a real socket."""
     port = free_port()
     server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
@@ -270,10 +270,8 @@ def exchange(context: Any, served: bytes | None, asked: bytes | None) -> wire.De
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_engines_with_the_same_secret_talk(context: Any, secret: bytes | None) -> None:
-    assert exchange(context, secret, secret) == msgspec.msgpack.decode(
-        DESCRIBED, type=wire.Described
-    )
+def test_engines_with_the_same_secret_talk(secret: bytes | None) -> None:
+    assert exchange(secret, secret) == msgspec.msgpack.decode(DESCRIBED, type=wire.Described)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +283,10 @@ def test_engines_with_the_same_secret_talk(context: Any, secret: bytes | None) -
     ],
 )
 def test_engines_of_different_secrets_say_so_on_both_sides(
-    context: Any,
-    log_lines: pytest.LogCaptureFixture,
-    served: bytes | None,
-    asked: bytes | None,
-    words: str,
+    log_lines: pytest.LogCaptureFixture, served: bytes | None, asked: bytes | None, words: str
 ) -> None:
     with pytest.raises(ProtocolError, match=words):
-        exchange(context, served, asked)
+        exchange(served, asked)
     (line,) = log_lines.messages
     assert words in line
     assert SECRET.decode() not in line

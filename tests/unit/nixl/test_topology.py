@@ -50,19 +50,6 @@ def test_intervals_are_the_dealt_units(data: st.DataObject, size: int) -> None:
         assert list(range(*interval(split, Rank(size, rank)))) == units
 
 
-@pytest.mark.parametrize(
-    ("size", "num_units", "expected"),
-    [
-        (1, 8, [(0, 8)]),
-        (2, 8, [(0, 4), (4, 8)]),
-        (4, 2, [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (4, 1, [(0, 1)] * 4),
-    ],
-)
-def test_small_intervals(size: int, num_units: int, expected: list[tuple[int, int]]) -> None:
-    assert [interval(Split(num_units), Rank(size, rank)) for rank in range(size)] == expected
-
-
 @pytest.mark.parametrize("size", range(1, 13))
 def test_only_even_splits_are_accepted(size: int) -> None:
     for num_units in range(1, 25):
@@ -165,18 +152,3 @@ def test_every_worker_of_every_stage_waits_for_those_that_come(
     for plan in plans:
         assert set(plan.num_consumers) == {*plan.read, *plan.release_only}
         assert max(plan.num_consumers, default=0) < num_stages * num_sources
-
-
-def test_small_sources() -> None:
-    def plans(
-        split: Split, num_sources: int, num_readers: int
-    ) -> list[tuple[tuple[int, ...], ...]]:
-        found = [sources([split], Rank(num_readers, r), num_sources) for r in range(num_readers)]
-        return [(plan.read, plan.release_only) for plan in found]
-
-    assert plans(Split(8), 2, 2) == [((0,), ()), ((1,), ())]
-    assert plans(Split(8), 4, 2) == [((0, 1), ()), ((2, 3), ())]
-    assert plans(Split(8), 2, 4) == [((0,), ()), ((0,), ()), ((1,), ()), ((1,), ())]
-    assert plans(Split(1), 4, 2) == [((0,), (1,)), ((2,), (3,))]
-    assert plans(Split(1, replicated=True), 4, 1) == [((0,), (1, 2, 3))]
-    assert plans(Split(2), 4, 1) == [((0, 2), (1, 3))]
