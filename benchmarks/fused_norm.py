@@ -98,7 +98,12 @@ class Bench:
         return {name: form for name, form in self.forms.items() if fits(self.shape, form, rows)}
 
     def ours(self, form: Any, residual: Any) -> Call:
-        return lambda tensor: self.kernels.run(self.shape, form, tensor, residual, self.weight, EPS)
+        from vllm_commext.allreduce.fused.kernels import Operands
+
+        def call(tensor: Any) -> Any:
+            return self.kernels.run(form, Operands(self.shape, tensor, residual, self.weight, EPS))
+
+        return call
 
     def parts(self, all_reduce: Call, residual: Any) -> Call:
         """An all-reduce and vLLM's norm after it."""

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.kernels import Outputs
+from vllm_commext.allreduce.fused.kernels import Operands, Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import fits, fused_eager
@@ -41,9 +41,9 @@ class Twofold:
         del shape
         return num_rows <= MOST
 
-    def run(self, shape: FusedShape, x: torch.Tensor, *others: Any) -> Outputs:
+    def run(self, given: Operands) -> Outputs:
         self.runs += 1
-        return fused_op.steps(shape, x + x, *others[:4])  # all but the next weights
+        return fused_op.steps(given._replace(x=given.x + given.x))
 
 
 @pytest.fixture

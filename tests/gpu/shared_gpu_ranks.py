@@ -20,7 +20,7 @@ from tests.kit.gpu_ranks import run_checks
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
+from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.collective import Collective
@@ -96,7 +96,7 @@ def check_fused(rank: Rank) -> Figures:
         for begin, end in ((0, ROWS), *SPLITS):
             rows, residual = parts[rank.rank][begin:end].contiguous(), old[begin:end].contiguous()
             kernels.add(fused_layout.choose(shape, end - begin, rank.world).kernel)
-            made = rank.fused.run(shape, rows, residual, weight, 1e-6, None)
+            made = rank.fused.run(Operands(shape, rows, residual, weight, 1e-6))
             whole = made.out.clone() if whole is None else whole
             assert torch.equal(made.residual, want[begin:end]), (dtype, begin, end)
             assert torch.equal(made.out, whole[begin:end]), (dtype, begin, end)
@@ -116,7 +116,7 @@ def check_epilogues(rank: Rank) -> Figures:
     given = torch.tensor([0.0371], device="cuda")
     plain = FusedShape("bfloat16", "bfloat16", HIDDEN)
     rank.fused.prepare(plain)
-    norm = rank.fused.run(plain, rows, old, weight, 1e-6, None)
+    norm = rank.fused.run(Operands(plain, rows, old, weight, 1e-6))
     for code, alignment in EPILOGUES.values():
         if code == NORM:
             continue
@@ -125,7 +125,7 @@ def check_epilogues(rank: Rank) -> Figures:
         scale = given if code == STATIC_FP8 else None
         for begin, end in ((0, ROWS), *SPLITS):
             part, residual = rows[begin:end].contiguous(), old[begin:end].contiguous()
-            made = rank.fused.run(shape, part, residual, weight, 1e-6, scale)
+            made = rank.fused.run(Operands(shape, part, residual, weight, 1e-6, scale))
             out, z = norm.out[begin:end], norm.residual[begin:end]
             want = fused_op._quantised(shape, out.float(), z.contiguous(), scale)
             assert torch.equal(made.residual, z), (shape, begin, end)

@@ -21,6 +21,7 @@ from vllm_commext.allreduce.fused.graph import (
     name_next_weights,
     rewrite,
 )
+from vllm_commext.allreduce.fused.kernels import Operands
 from vllm_commext.allreduce.fused.layout import EPILOGUES, LEAST_WEIGHT_BYTES, FusedShape
 
 OURS, OTHER, EPS, HIDDEN = "ours", "another", 1e-5, 16
@@ -43,7 +44,7 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 def _norm(x: Tensor, weight: Tensor | None, eps: float, width: int | None = None) -> Tensor:
     del width
     weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
-    return fused_op.steps(_shape(x, weight, False), x.clone(), None, weight, eps, None).out
+    return fused_op.steps(Operands(_shape(x, weight, False), x.clone(), None, weight, eps)).out
 
 
 def _add_norm(
@@ -51,7 +52,7 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor]:
     del width
     weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
-    found = fused_op.steps(_shape(x, weight, True), x, residual, weight, eps, None)
+    found = fused_op.steps(Operands(_shape(x, weight, True), x, residual, weight, eps))
     return found.out, found.residual
 
 

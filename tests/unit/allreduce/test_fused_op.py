@@ -16,7 +16,7 @@ from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
+from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP_FP8,
@@ -124,10 +124,9 @@ class Backend:
         del shape
         return num_rows < 7
 
-    def run(self, shape: FusedShape, x: torch.Tensor, *others: Any) -> Any:
-        del others
+    def run(self, given: Operands) -> fused.Outputs:
         self.runs += 1
-        return fused.make_outputs(shape, x, None)
+        return fused.make_outputs(given.shape, given.x, None)
 
 
 ROW_BYTES = 2 * HIDDEN
@@ -151,7 +150,7 @@ def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None
     for count in (4, 1, 0, 5, 8):
         x, residual, weight = rows_of(torch.bfloat16, count)
         shape = FusedShape("bfloat16", "bfloat16", HIDDEN)
-        norm.run(shape, x, residual, weight, EPS, None)
+        norm.run(Operands(shape, x, residual, weight, EPS))
     assert backend.prepared == 1  # at the first call, though it may not be the one to serve it
     expected_runs = 0 if problem else len(by_kernel)
     assert backend.runs == norm.calls[names.FUSED_PUSH] == expected_runs
@@ -182,31 +181,23 @@ class Launches:
         return 4 if shape.hidden == HIDDEN else 0
 
     def run(
-        self,
-        shape: FusedShape,
-        form: Form,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        scale: torch.Tensor | None,
-        outputs: fused.Outputs | None = None,
-        next_weight: torch.Tensor | None = None,
+        self, form: Form, given: Operands, outputs: fused.Outputs | None = None
     ) -> fused.Outputs:
         del form
-        assert next_weight is None or outputs is None
+        x = given.x
+        assert given.next_weight is None or outputs is None
         assert 0 < len(x) <= 4
         assert all(
             each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0)
-            for each in (x, residual, weight)
+            for each in (x, given.residual, given.weight)
         )
         self.rows.append(len(x))
-        found = fused_op.steps(shape, x + x, residual, weight, eps, scale)
+        found = fused_op.steps(given._replace(x=x + x))
         if outputs is None:
             return found
         for mine, theirs in zip(outputs[:2], found[:2], strict=True):
             mine.copy_(theirs)
-        if shape.epilogue in (ROW_FP8, GROUP_FP8):
+        if given.shape.epilogue in (ROW_FP8, GROUP_FP8):
             outputs.scales.copy_(found.scales)
         return outputs
 
@@ -222,13 +213,14 @@ def test_what_finds_no_room_goes_in_parts(epilogue: str, residual: bool) -> None
     for count, parts in ((4, [4]), (5, [4, 1]), (8, [4, 4]), (11, [4, 4, 3])):
         x, other, weight = rows_of(torch.bfloat16, count)
         old = other if residual else None
-        want = fused_op.steps(shape, x + x, old, weight, EPS, scale)
+        given = Operands(shape, x, old, weight, EPS, scale)
+        want = fused_op.steps(given._replace(x=x + x))
         gaps = torch.cat([x, x], 1)[:, HIDDEN:]
         odd = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
         for each in (x, gaps, odd):
             launches.rows.clear()
             assert backend.takes(shape, count)
-            found = backend.run(shape, each, old, weight, EPS, scale)
+            found = backend.run(given._replace(x=each))
             assert launches.rows == parts
             assert torch.equal(found.out.float(), want.out.float())
             assert torch.equal(found.residual, want.residual)
@@ -275,10 +267,10 @@ def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = FusedKernels(memory, collective)  # pyright: ignore[reportArgumentType]
         kernels._functions[shape, form] = Function(shape, form, rank)  # type: ignore[assignment]
         assert 5 <= kernels.most_rows(shape, form) <= 513 // shape.row_packs
-        operands = (call.parts[rank], call.residual, call.weight)
+        operands = Operands(shape, call.parts[rank], call.residual, call.weight, EPS)
         found: list[Any] = []
         for weight in (None, following.t(), None):
-            found.append(kernels.run(shape, form, *operands, EPS, next_weight=weight))
+            found.append(kernels.run(form, operands._replace(next_weight=weight)))
             pieces.add(kernels._arguments.num_pieces)
         return found
 

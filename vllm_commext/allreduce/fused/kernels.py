@@ -36,6 +36,18 @@ if TYPE_CHECKING:
 ARGUMENTS = "fused_rows.h"
 
 
+class Operands(NamedTuple):
+    """What one call is given; see `op.all_reduce_add_rms_norm`."""
+
+    shape: FusedShape
+    x: "torch.Tensor"
+    residual: "torch.Tensor | None"
+    weight: "torch.Tensor"
+    eps: float
+    scale: "torch.Tensor | None" = None
+    next_weight: "torch.Tensor | None" = None
+
+
 class Outputs(NamedTuple):
     """Outputs of one call.
 
@@ -121,31 +133,17 @@ class FusedKernels:
     def most_rows(self, shape: FusedShape, form: Form) -> int:
         return form.most_rows(shape, self._memory.half_packs, self._collective.world_size)
 
-    def run(
-        self,
-        shape: FusedShape,
-        form: Form,
-        tensor: "torch.Tensor",
-        residual: "torch.Tensor | None",
-        weight: "torch.Tensor",
-        eps: float,
-        scale: "torch.Tensor | None" = None,
-        outputs: Outputs | None = None,
-        next_weight: "torch.Tensor | None" = None,
-    ) -> Outputs:
+    def run(self, form: Form, given: Operands, outputs: Outputs | None = None) -> Outputs:
         """Launch once on the current stream, of a form that is prepared and that the rows fit.
 
         Args:
-            tensor: [rows, hidden], this rank's part of the sum; like `residual` and `weight` it is
-                contiguous and aligned to 16 bytes.
-            weight: [hidden].
-            scale: one float32 on the GPU, for `STATIC_FP8`.
+            given: input, residual and weight are contiguous and aligned to 16 bytes; the scale is
+                on the GPU. A launch of few rows has a part of the next weight prefetched.
             outputs: where to write, contiguous and aligned as the input; None for new ones.
-            next_weight: what `out` is multiplied by afterwards, of which a launch of few rows has a
-                part prefetched; never read or written.
         """
         import torch
 
+        shape, tensor, residual, weight, eps, scale, next_weight = given
         outputs = outputs or make_outputs(shape, tensor, scale)
         made = self._arguments
         made.input, made.weight = tensor.data_ptr(), weight.data_ptr()
@@ -198,32 +196,23 @@ class PushFused:
         form = layout.choose(shape, num_rows, self._world_size)
         return num_rows > 0 and self._kernels.most_rows(shape, form) > 0
 
-    def run(
-        self,
-        shape: FusedShape,
-        x: "torch.Tensor",
-        residual: "torch.Tensor | None",
-        weight: "torch.Tensor",
-        eps: float,
-        scale: "torch.Tensor | None",
-        next_weight: "torch.Tensor | None" = None,
-    ) -> Outputs:
-        """Launch one after the other, on as many rows each as find room; see
-        `op.all_reduce_add_rms_norm`."""
-        x, weight = plain(x), plain(weight)
+    def run(self, given: Operands) -> Outputs:
+        """Launch one after the other, on as many rows each as find room."""
+        shape, x, residual = given.shape, plain(given.x), given.residual
         residual = None if residual is None else plain(residual)
+        given = given._replace(x=x, residual=residual, weight=plain(given.weight))
         form = layout.choose(shape, len(x), self._world_size)
         most = self._kernels.most_rows(shape, form)
         if len(x) <= most:
-            to_new = (shape, form, x, residual, weight, eps, scale)
-            return self._kernels.run(*to_new, next_weight=next_weight)
-        outputs = make_outputs(shape, x, scale)
+            return self._kernels.run(form, given)
+        outputs = make_outputs(shape, x, given.scale)
         for first in range(0, len(x), most):
             part = slice(first, first + most)
             scales = outputs.scales if len(outputs.scales) < len(x) else outputs.scales[part]
             to = Outputs(outputs.out[part], outputs.residual[part], scales)
             old = None if residual is None else residual[part]
-            self._kernels.run(shape, form, x[part], old, weight, eps, scale, to)
+            rows = given._replace(x=x[part], residual=old, next_weight=None)
+            self._kernels.run(form, rows, to)
         return outputs
 
 

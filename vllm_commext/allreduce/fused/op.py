@@ -15,7 +15,7 @@ import torch
 
 from vllm_commext.allreduce import names
 from vllm_commext.allreduce.dispatcher import FusedPolicy
-from vllm_commext.allreduce.fused.kernels import Outputs, PushFused, make_outputs
+from vllm_commext.allreduce.fused.kernels import Operands, Outputs, PushFused, make_outputs
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP,
@@ -34,21 +34,12 @@ MAX_FP8 = 448.0
 MIN_ROW_SCALE, MIN_GROUP_LARGEST = 1.0 / (MAX_FP8 * 512.0), 1e-10
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _groups: "dict[str, FusedNorm]" = {}
-Apart = Callable[
-    [FusedShape, torch.Tensor, torch.Tensor | None, torch.Tensor, float, torch.Tensor | None],
-    Outputs,
-]
+Apart = Callable[[Operands], Outputs]
 
 
-def steps(
-    shape: FusedShape,
-    summed: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    scale: torch.Tensor | None,
-) -> Outputs:
-    """Compute what the kernels make of the sum over ranks, one step after the other."""
+def steps(given: Operands) -> Outputs:
+    """Compute what the kernels make of the sum over ranks, `x`, one step after the other."""
+    shape, summed, residual, weight, eps, scale, _ = given
     z = summed if residual is None else (summed.float() + residual.float()).to(summed.dtype)
     wide = z.float()
     factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -100,24 +91,16 @@ class FusedNorm:
         self._is_ready: dict[FusedShape, bool] = {}
         self.calls: Counter[str] = Counter()
 
-    def run(
-        self,
-        shape: FusedShape,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        scale: torch.Tensor | None,
-        next_weight: torch.Tensor | None = None,
-    ) -> Outputs:
+    def run(self, given: Operands) -> Outputs:
+        shape, x = given.shape, given.x
         ours = self._usable(shape, x)
         ranking = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)
         known = (name for name in ranking if name in (names.FUSED_PUSH, names.UNFUSED))
         if ours is not None and next(known, names.UNFUSED) == names.FUSED_PUSH:
             self.calls[names.FUSED_PUSH] += 1
-            return ours.run(shape, x, residual, weight, eps, scale, next_weight)
+            return ours.run(given)
         self.calls[names.UNFUSED] += 1
-        return self._apart(shape, x, residual, weight, eps, scale)
+        return self._apart(given)
 
     def leads(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, weight_bias: int
@@ -156,18 +139,7 @@ def is_prepared(backend: PushFused, shape: FusedShape) -> bool:
 
 def after_all_reduce(all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Apart:
     """Return what sums over ranks, in a fresh tensor, and then takes `steps`."""
-
-    def apart(
-        shape: FusedShape,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-        scale: torch.Tensor | None,
-    ) -> Outputs:
-        return steps(shape, all_reduce(x), residual, weight, eps, scale)
-
-    return apart
+    return lambda given: steps(given._replace(x=all_reduce(given.x)))
 
 
 def register_group(name: str, norm: FusedNorm) -> None:
@@ -256,7 +228,8 @@ def all_reduce_add_rms_norm(
     if norm is None:
         raise ConfigError(f"expected one of the groups {sorted(_groups)}, got {group!r}")
     residual = None if residual is None else residual.contiguous()
-    out, z, scales = norm.run(shape, x.contiguous(), residual, weight, eps, scale, next_weight)
+    x = x.contiguous()
+    out, z, scales = norm.run(Operands(shape, x, residual, weight, eps, scale, next_weight))
     # An op must return no input: with a given scale there is none to return.
     return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
 

@@ -89,7 +89,7 @@ def fused_calls(
 ) -> dict[str, Fused]:
     from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
     from vllm_commext.allreduce.backends.push import PushBackend
-    from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
+    from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
     from vllm_commext.allreduce.fused.layout import FusedShape
     from vllm_commext.allreduce.fused.op import is_prepared
 
@@ -101,7 +101,7 @@ def fused_calls(
         ours = PushFused(FusedKernels(push.memory, collective), collective.world_size)
         if is_prepared(ours, shape) and ours.takes(shape, rows):
             found[names.FUSED_PUSH] = lambda x, residual, weight, eps: ours.run(
-                shape, x, residual, weight, eps, None
+                Operands(shape, x, residual, weight, eps)
             )
     theirs = dispatcher.backends.get(names.FLASHINFER_ONE_SHOT)
     # In float32 it has ended with an illegal memory access.
