@@ -18,6 +18,8 @@ from vllm_commext.nixl.wire.params import (
     PIPELINE_PROTOCOL,
     OtherProtocolError,
     TransferParams,
+    is_for_decode,
+    is_for_prefill,
     read_params,
     write_params,
 )
@@ -48,6 +50,16 @@ REQUIRED = (
     "remote_num_tokens",
     "tp_size",
 )
+
+
+def test_roles() -> None:
+    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False}
+    to_decode = write_params(TRANSFER)
+    assert (is_for_prefill(to_prefill), is_for_decode(to_prefill)) == (True, False)
+    assert (is_for_prefill(to_decode), is_for_decode(to_decode)) == (False, True)
+    for nothing in (None, {}):
+        assert not is_for_prefill(nothing)
+        assert not is_for_decode(nothing)
 
 
 @given(
