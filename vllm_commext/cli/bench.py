@@ -132,7 +132,17 @@ def run(args: argparse.Namespace) -> int:
             f"expected 1 to {len(NAMES)} endpoints and 1 round or more, got {len(args.endpoint)} "
             f"and {args.rounds}"
         )
+    for option, path in (("--json", args.json), ("--export-trace", args.export_trace)):
+        if path and not _can_be_written(path):
+            raise ConfigError(f"{option} {path}: expected a file that can be written")
     return asyncio.run(_run(args))
+
+
+def _can_be_written(path: Path) -> bool:
+    """Return whether a file is there, or could be made; makes none."""
+    if os.access(path, os.F_OK):
+        return os.access(path, os.W_OK) and not path.is_dir()
+    return os.access(path.parent, os.W_OK | os.X_OK) and path.parent.is_dir()
 
 
 async def _run(args: argparse.Namespace) -> int:

@@ -115,6 +115,19 @@ def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[st
     assert "http://127.0.0.1:9/v1/models: expected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--export-trace"])
+@pytest.mark.parametrize("name", ["", "missing/file", "file/below"])
+def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch(0o755)
+    path = tmp_path / name
+    assert main(["bench", "--endpoint", "http://127.0.0.1:9", option, str(path)]) == 2
+    told = f"{option} {path}: expected a file that can be written"
+    assert told in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_workload_that_is_gone_is_told_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--endpoint", "http://127.0.0.1:9", "--workload", "agentic"])
