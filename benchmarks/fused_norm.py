@@ -94,8 +94,8 @@ class Bench:
 
     def fitting(self, rows: int) -> dict[str, Any]:
         """The forms that so many rows find room for."""
-        fits = self.kernels.fits
-        return {name: form for name, form in self.forms.items() if fits(self.shape, form, rows)}
+        most = self.kernels.most_rows
+        return {name: form for name, form in self.forms.items() if most(self.shape, form) >= rows}
 
     def ours(self, form: Any, residual: Any) -> Call:
         from vllm_commext.allreduce.fused.kernels import Operands
