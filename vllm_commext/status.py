@@ -48,9 +48,7 @@ class CapabilityStatus:
 
     def line(self) -> str:
         """The one line that a process logs about this capability."""
-        refused = self.state is State.REFUSED
-        parts = [self.reason, self.fallback if refused else ""]
-        remark = "; ".join(part for part in parts if part)
+        remark = "; ".join(part for part in (self.reason, self.fallback) if part)
         return f"commext: {self.name} {self.state.value}" + (f" ({remark})" if remark else "")
 
     def level(self) -> int:

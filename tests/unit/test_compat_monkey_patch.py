@@ -74,15 +74,6 @@ def test_an_inherited_method_is_inherited_again(module: types.ModuleType) -> Non
     assert module.Child().inherited() == "parent"
 
 
-def test_two_names_of_one_owner_are_independent(module: types.ModuleType) -> None:
-    patch(row("value"), 1)
-    patch(row("function"), 2)
-    restore(row("value"))
-    assert is_patched(row("function"))
-    restore(row("function"))
-    assert (module.value, module.function) == (None, len)
-
-
 def test_a_second_patch_is_refused_and_changes_nothing(module: types.ModuleType) -> None:
     patch(row("value"), 1)
     with pytest.raises(UnsupportedError, match="patched already"):
@@ -122,17 +113,20 @@ def test_a_malformed_symbol_is_refused(symbol: str) -> None:
 def test_several_names_are_replaced_or_none(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = tuple(row(name) for name in ("value", "Child.static", "gone"))
+    rows = tuple(row(name) for name in ("value", "function", "Child.static", "gone"))
     monkeypatch.setattr("vllm_commext.compat.monkey_patch.INVENTORY", rows)
     before = module.Child.static
     with pytest.raises(UnsupportedError, match="gone"):
         patch_all({one.symbol: len for one in rows})
     assert (module.value, module.Child.static) == (None, before)
-    assert not any(is_patched(one) for one in rows[:2])
-    patch_all({one.symbol: len for one in rows[:2]})
-    assert module.value is module.Child.static is len
-    for one in rows[:2]:
-        restore(one)
+    assert not any(is_patched(one) for one in rows[:3])
+    patch_all({one.symbol: max for one in rows[:3]})
+    assert module.value is module.function is module.Child.static is max
+    restore(rows[0])
+    assert is_patched(rows[1])
+    restore(rows[1])
+    restore(rows[2])
+    assert (module.value, module.function, module.Child.static) == (None, len, before)
 
 
 def test_only_what_is_in_the_inventory_is_patched(module: types.ModuleType) -> None:
@@ -147,12 +141,9 @@ def test_what_was_at_a_name_is_found_behind_what_is_there(module: types.ModuleTy
     for name in names:
         patch(row(name), lambda: "ours")
     assert [original_of(f"{MODULE}:{name}") for name in names] == before
+    assert before[:2] == [None, len]
     assert before[2]() == "original"
     assert before[3] is Parent.inherited
-
-
-def test_what_nobody_has_patched_is_what_is_there(module: types.ModuleType) -> None:
-    assert original_of(f"{MODULE}:function") is len
 
 
 def stock(self: object, first: int, second: int = 0, *, third: int = 0) -> None: ...

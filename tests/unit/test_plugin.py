@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,8 +91,7 @@ def test_an_active_capability_is_told_and_a_second_call_does_and_says_nothing(
 
 @pytest.mark.parametrize("problem", [UnsupportedError("no NIXL"), OSError("no NIXL"), KeyError(1)])
 def test_whatever_a_capability_raises_is_a_refusal(offer: Offer, problem: Exception) -> None:
-    calls = offer(problem)
-    assert calls == ["activate", "refuse"]
+    assert offer(problem) == ["activate", "refuse"]
     assert outcome().state is State.REFUSED
     assert str(problem) in outcome().reason
     assert not outcome().required
@@ -105,24 +105,16 @@ def test_asked_for_with_1_a_refusal_is_an_error(
     assert outcome().required
 
 
-def test_a_toggle_at_0_is_off(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_COMMEXT_NIXL", "0")
-    calls = offer()
-    assert calls == []
-    assert outcome().line() == "commext: nixl off (VLLM_COMMEXT_NIXL=0)"
-
-
-def test_turned_off_as_a_whole(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_COMMEXT", "0")
+@pytest.mark.parametrize("name", ["VLLM_COMMEXT", "VLLM_COMMEXT_NIXL"])
+def test_a_toggle_at_0_is_off(offer: Offer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "0")
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
-    calls = offer(UnsupportedError("no NIXL"))
-    assert calls == []
-    assert outcome().line() == "commext: nixl off (VLLM_COMMEXT=0)"
+    assert offer(UnsupportedError("no NIXL")) == []
+    assert outcome().line() == f"commext: nixl off ({name}=0)"
 
 
 def test_an_older_vllm_is_refused_before_anything_is_touched(offer: Offer) -> None:
-    calls = offer(version="0.31.1")
-    assert calls == ["refuse"]
+    assert offer(version="0.31.1") == ["refuse"]
     assert "0.31.1 is older than the window" in outcome().reason
 
 
@@ -191,17 +183,10 @@ def test_the_user_says_what_is_evidence_enough(
         assert outcome().reason.endswith(f"VLLM_COMMEXT_UNTESTED={choice}")
 
 
-def test_strict_refuses_what_is_unverified(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
-    with pytest.raises(UnsupportedError, match="active .same source"):
-        offer(version="0.40.0", found=Verdict.SAME)
-
-
 def test_a_name_that_is_gone_is_refused_whatever_the_parts_own_test_says(
     offer: Offer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = offer(version="0.40.0", found=Verdict.DIFFERS, is_gone=True)
-    assert calls == ["refuse"]
+    assert offer(version="0.40.0", found=Verdict.DIFFERS, is_gone=True) == ["refuse"]
     assert outcome().reason == "vLLM 0.40.0 has no Thing.method"
     assert "off: nixl (vLLM 0.40.0 has no Thing.method)" in caplog.text
 
@@ -210,8 +195,7 @@ def test_a_bad_value_refuses_everything_and_lists_the_choices(
     offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_NIXL", "yes")
-    calls = offer()
-    assert calls == ["refuse"]
+    assert offer() == ["refuse"]
     assert outcome().required
     assert "VLLM_COMMEXT_NIXL: expected one of auto, 0, 1, got 'yes'" in outcome().reason
 
@@ -226,20 +210,26 @@ def test_an_unknown_name_is_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "problem"),
+    ("name", "value", "given", "said"),
     [
-        ("VLLM_COMMEXT_NIXL", "auto", UnsupportedError("no NIXL")),
-        ("VLLM_COMMEXT_NIXL", "yes", None),
-        ("VLLM_COMMEXT_NIXI", "1", None),
+        ("VLLM_COMMEXT_NIXL", "auto", {"problem": UnsupportedError("no NIXL")}, "no NIXL"),
+        ("VLLM_COMMEXT_NIXL", "yes", {}, "got 'yes'"),
+        ("VLLM_COMMEXT_NIXI", "1", {}, "no toggle"),
+        ("VLLM_COMMEXT", "1", {"version": "0.40.0", "found": Verdict.SAME}, "active .same source"),
     ],
 )
 def test_strict_stops_vllm(
-    offer: Offer, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: Exception | None
+    offer: Offer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    given: dict[str, Any],
+    said: str,
 ) -> None:
     monkeypatch.setenv("VLLM_COMMEXT_STRICT", "1")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedError, match="VLLM_COMMEXT_STRICT=1: "):
-        offer(problem)
+    with pytest.raises(UnsupportedError, match=f"VLLM_COMMEXT_STRICT=1: .*{said}"):
+        offer(**given)
     assert len(status.recorded()) == 1
 
 

@@ -12,31 +12,20 @@ from vllm_commext import status
 from vllm_commext.status import CapabilityStatus, State
 
 
-def test_lines() -> None:
-    assert CapabilityStatus("nixl", State.ACTIVE).line() == "commext: nixl active"
-    off = CapabilityStatus("nixl", State.OFF, "VLLM_COMMEXT_NIXL=0", fallback="not printed")
-    assert off.line() == "commext: nixl off (VLLM_COMMEXT_NIXL=0)"
-    refused = CapabilityStatus("nixl", State.REFUSED, "no NIXL", fallback="vLLM's own remain")
-    assert refused.line() == "commext: nixl refused (no NIXL; vLLM's own remain)"
-
-
 @pytest.mark.parametrize(
-    ("state", "required", "level"),
+    ("state", "given", "level"),
     [
-        (State.ACTIVE, True, logging.INFO),
-        (State.OFF, False, logging.INFO),
-        (State.REFUSED, False, logging.WARNING),
-        (State.REFUSED, True, logging.ERROR),
+        (State.ACTIVE, {"required": True}, logging.INFO),
+        (State.OFF, {}, logging.INFO),
+        (State.OFF, {"is_quiet": True}, logging.DEBUG),
+        (State.REFUSED, {}, logging.WARNING),
+        (State.REFUSED, {"required": True}, logging.ERROR),
     ],
 )
-def test_a_refusal_is_louder_where_it_was_asked_for(
-    state: State, required: bool, level: int
+def test_a_refusal_is_louder_where_it_was_asked_for_and_a_default_is_no_news(
+    state: State, given: dict[str, bool], level: int
 ) -> None:
-    assert CapabilityStatus("nixl", state, required=required).level() == level
-
-
-def test_what_a_default_leaves_off_is_no_news() -> None:
-    assert CapabilityStatus("nixl", State.OFF, is_quiet=True).level() == logging.DEBUG
+    assert CapabilityStatus("nixl", state, **given).level() == level
 
 
 def test_the_same_outcome_is_logged_once_and_a_changed_one_again(
