@@ -96,6 +96,10 @@ def test_a_forced_backend_serves_every_size_and_is_prepared_without_a_table() ->
     assert torch.equal(dispatcher.all_reduce(rows), rows)
     assert large.asked == [Message((3, 5), "float32")]
     assert small.asked == small.given == []
+    for unfit in (OneRank(LARGE, 8), OneRank(names.CUSTOM)):
+        assert made(small, unfit, forced=LARGE).all_reduce(rows) is None
+    assert made(small, large, forced=names.VLLM).all_reduce(rows) is None
+    assert small.given == []
 
 
 def test_only_messages_of_rows_are_prepared_for_and_only_by_whoever_leads_somewhere() -> None:

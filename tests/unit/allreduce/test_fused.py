@@ -70,11 +70,10 @@ def test_a_launch_has_a_block_a_row_or_turn_up_to_what_is_resident(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("packs", [1, 2, 4, 8])
-def test_a_block_has_whole_rows_in_its_registers(shape: FusedShape, packs: int) -> None:
-    found = warps(shape, packs)
+def test_a_block_has_whole_rows_in_its_registers(shape: FusedShape) -> None:
+    found = warps(shape)
     assert 1 <= found <= MOST_WARPS
-    assert found == MOST_WARPS or found * WARP * packs >= shape.row_packs
+    assert found == MOST_WARPS or found * WARP >= shape.row_packs
 
 
 @given(st.sampled_from(SHAPES), st.integers(1, 1 << 14), st.integers(2, 8))
@@ -103,7 +102,7 @@ def test_what_no_kernel_takes_is_refused_with_the_reason(shape: FusedShape, prob
 def test_it_compiles_for_every_architecture(
     kernel: str, shape: FusedShape, architecture: int
 ) -> None:
-    macros = Form(kernel, warps(shape, 4)).macros(shape, world_size=4, rank=1)
+    macros = Form(kernel, warps(shape)).macros(shape, world_size=4, rank=1)
     cubin = Program(kernel).compile_cubin(macros, architecture)
     assert cubin.startswith(b"\x7fELF")
     assert kernel.encode() in cubin

@@ -184,20 +184,6 @@ class TestOfOurs:
         assert Table(2, rows, "here", fused).of_ours(dtype) is None
 
 
-class TestPolicy:
-    table = Table(2, {"bfloat16": (Row(64, ("fast", "slow")), Row(128, ("slow",)))}, "")
-
-    def policy(self, forced: str | None = None) -> Policy:
-        takes = {"fast": lambda message: message.num_bytes % 16 == 0, "slow": lambda _: True}
-        return Policy(takes, self.table, forced)
-
-    def test_a_forced_backend_serves_what_it_can(self) -> None:
-        assert self.policy("fast").candidates(Message((4096, 8), "float32")) == ("fast",)
-        assert self.policy("fast").candidates(Message((1,), "float32")) == ()
-        assert self.policy("absent").candidates(Message((1,), "float32")) == ()
-        assert self.policy(names.VLLM).candidates(Message((8,), "bfloat16")) == ()
-
-
 class TestFusedPolicy:
     """One launch is fastest from 101 to 200 bytes alone."""
 

@@ -133,15 +133,6 @@ def test_without_a_home_kernels_are_compiled_and_not_kept(
     assert compilations == [90]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    PROGRAM.load_or_compile(kernel.macros(MINIMAX, Tiling(1)), 90)
-    assert compilations == [90]
-
-
 def test_nothing_of_ours_speaks_of_multicast() -> None:
     folders = [Path(module.__file__).parent for module in (kernel, nvrtc)]
     files = [path for folder in folders for path in folder.rglob("*.py")]

@@ -127,9 +127,9 @@ class Form:
         return half_packs // (2 * (world_size - 1) * shape.row_packs) * world_size
 
 
-def warps(shape: FusedShape, packs: int) -> int:
-    """Warps of a block whose threads hold at most `packs`, as far as a block can have them."""
-    return min(MOST_WARPS, -(-shape.row_packs // (WARP * packs)))
+def warps(shape: FusedShape) -> int:
+    """Warps of a block whose threads hold one pack each, as far as a block can have them."""
+    return min(MOST_WARPS, -(-shape.row_packs // WARP))
 
 
 def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
@@ -142,12 +142,12 @@ def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
     """
     small = num_rows * shape.row_packs * PACK_BYTES <= ONE_PHASE_BYTES
     kernel = ONE_PHASE if world_size == 2 or small else TWO_PHASE
-    return Form(kernel, warps(shape, 1))
+    return Form(kernel, warps(shape))
 
 
 def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
     kernels = (ONE_PHASE,) if world_size == 2 else (ONE_PHASE, TWO_PHASE)
-    return tuple(Form(kernel, warps(shape, 1)) for kernel in kernels)
+    return tuple(Form(kernel, warps(shape)) for kernel in kernels)
 
 
 @dataclass(frozen=True)
