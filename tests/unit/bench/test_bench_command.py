@@ -4,59 +4,41 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from tests.unit.bench.test_client import PART, Handler, event, server, stream
 from vllm_commext.cli.main import _build_parser, main
 
 FAILS_EVERY = {"good": 1 << 30, "flaky": 3, "broken": 1}
 
 
-def app(fails_every: int) -> web.Application:
-    """A server that fails each request whose number can be divided by *fails_every*."""
+def failing(every: int) -> Handler:
+    """Fail each request whose number can be divided by *every*; count no tokens."""
     numbers = count(1)
 
-    async def completions(request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        if next(numbers) % fails_every == 0:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if next(numbers) % every == 0:
             raise web.HTTPServiceUnavailable(text="full")
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(asked["max_tokens"]):
-            await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        parts = [event(PART)] * (await request.json())["max_tokens"]
+        return await stream(request, *parts, b"data: [DONE]\n\n")
 
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "max_model_len": 300}]})
-
-    made = web.Application()
-    made.router.add_post("/v1/completions", completions)
-    made.router.add_get("/v1/models", models)
-    return made
+    return answer
 
 
 @pytest.fixture(scope="module")
 def urls() -> Iterator[dict[str, str]]:
-    loop = asyncio.new_event_loop()
-    runners = {
-        name: web.AppRunner(app(every), shutdown_timeout=0.1) for name, every in FAILS_EVERY.items()
-    }
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
 
     async def start() -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name, runner in runners.items():
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            found[name] = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return found
-
-    async def stop() -> None:
-        for runner in runners.values():
-            await runner.cleanup()
+        return {
+            name: await stack.enter_async_context(server(failing(every)))
+            for name, every in FAILS_EVERY.items()
+        }
 
     found = loop.run_until_complete(start())
     thread = threading.Thread(target=loop.run_forever)
@@ -64,7 +46,7 @@ def urls() -> Iterator[dict[str, str]]:
     yield found
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
-    loop.run_until_complete(stop())
+    loop.run_until_complete(stack.aclose())
     loop.close()
 
 

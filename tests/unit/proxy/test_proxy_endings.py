@@ -136,28 +136,6 @@ async def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
 
 
 DONE = b"data: [DONE]\n\n"
-USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n'
-TOLD = b'data: {"choices": [{"text": "a"}]}\n\n'
-
-
-@pytest.mark.parametrize("pieces", [(DONE,), (USAGE, DONE)])
-async def test_a_stream_that_ends_without_an_answer_has_failed(
-    kit: Any, pieces: tuple[bytes, ...]
-) -> None:
-    """As vLLM 0.32 ends the stream of a completion that is aborted before its first token: it is
-    served anew, and where that fails too, the client is told."""
-    async with kit.cluster(num_decode=2) as cluster:
-        cluster.decode[0].behave = kit.streaming(*pieces)
-        cluster.decode[1].behave = kit.streaming(TOLD, DONE)
-        for _ in range(2):
-            async with cluster.post(STREAM) as response:
-                assert response.status == 200
-                assert await response.read() == TOLD + DONE
-        assert cluster.decode[0].calls
-        cluster.decode[1].behave = kit.streaming(*pieces)
-        async with cluster.post(STREAM) as response:
-            assert response.status == 502
-            assert "before its first token" in (await response.json())["error"]["message"]
 
 
 async def test_a_client_that_leaves_with_its_whole_answer_has_not_gone_away(kit: Any) -> None:

@@ -222,19 +222,24 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "body", "way"),
-    [([], BODY, "not_known"), ([False], BODY, "not_known"), ([True, True], BODY, "several")]
-    + [([True], {**BODY, "max_tokens": 1}, "one_token")],
+    ("ranks", "changes", "way", "options"),
+    [
+        ([], {}, "not_known", {}),
+        ([False], {}, "not_known", {}),
+        ([True, True], {}, "several", {}),
+        ([True], {"max_tokens": 1}, "one_token", {}),
+        ([True], {}, "off", {"stream_chunks": "never"}),
+    ],
 )
 async def test_what_is_not_streamed_is_counted_with_the_reason(
-    kit: Any, ranks: list[bool], body: Any, way: str
+    kit: Any, ranks: list[bool], changes: Any, way: str, options: Any
 ) -> None:
     """The prefill engine's ranks say whether they stream; an older release's say nothing."""
-    async with running(kit, health_interval_seconds=60.0) as cluster:
+    async with running(kit, health_interval_seconds=60.0, **options) as cluster:
         (engine,) = cluster.proxy.pools[0].engines
         told = [Rank(str(n), SideChannel(*CHANNEL), streams) for n, streams in enumerate(ranks)]
         engine.capabilities = Capabilities(tuple(told), is_known=True)
-        path, _ = await ask(cluster, body)
+        path, _ = await ask(cluster, {**BODY, **changes})
         assert path == "two-step"
         assert await ways(cluster) == {way: 1}
 
@@ -299,13 +304,6 @@ async def test_after_a_stream_that_failed_the_prefill_engine_is_asked_again_what
         await kit.until(lambda: not engine.capabilities.streams, "another look at its page")
         await ask(cluster)
         assert await ways(cluster) == {"failed": 1, "not_known": 1}
-
-
-async def test_nothing_is_streamed_unless_it_is_asked_for(kit: Any) -> None:
-    async with running(kit, stream_chunks="never") as cluster:
-        for _ in range(2):
-            assert (await ask(cluster))[0] == "two-step"
-        assert await ways(cluster) == {"off": 2}
 
 
 async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() -> None:
