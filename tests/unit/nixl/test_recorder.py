@@ -18,48 +18,25 @@ from vllm_commext.nixl.metrics.recorder import (
 )
 from vllm_commext.nixl.reasons import FirstToken, Handover
 
+
+def records(kind: object) -> st.SearchStrategy[Any]:
+    if isinstance(kind, list):
+        return st.lists(st.floats(0, 9), max_size=3)
+    return st.integers(0, 99)
+
+
+REASONS = {"failures": FAILURE_REASONS, "first_tokens": FirstToken, "handovers": Handover}
 RECORDS = st.fixed_dictionaries(
-    {
-        **{
-            key: st.lists(st.floats(0, 9), max_size=3)
-            for key in (
-                "transfer_seconds",
-                "post_seconds",
-                "handshake_seconds",
-                "queue_seconds",
-                "handover_seconds",
-                "lease_age_seconds",
-            )
-        },
-        **{
-            key: st.integers(0, 99)
-            for key in (
-                "bytes",
-                "hidden_bytes",
-                "mapped_bytes",
-                "blocks",
-                "descriptors",
-                "merged_descriptors",
-                "retries",
-                "side_channel_rejects",
-                "expired_requests",
-                "released_requests",
-                "unknown_releases",
-                "unmatched_notifications",
-                "heartbeats",
-                "ignored_heartbeats",
-                "reuse_lookups",
-                "reuse_blocks",
-                "reuse_recomputed_blocks",
-            )
-        },
-        "failures": st.dictionaries(st.sampled_from(FAILURE_REASONS), st.integers(1, 9)),
-        "first_tokens": st.dictionaries(st.sampled_from(FirstToken), st.integers(1, 9)),
-        "handovers": st.dictionaries(st.sampled_from(Handover), st.integers(1, 9)),
+    {key: records(value) for key, value in empty_data().items()}
+    | {
+        key: st.dictionaries(st.sampled_from([*reasons]), st.integers(1, 9))
+        for key, reasons in REASONS.items()
+    }
+    | {
         "gauges": st.dictionaries(
             st.sampled_from(["worker 0", "scheduler"]),
             st.dictionaries(st.sampled_from(["peers/ready", "held_requests"]), st.floats(0, 9)),
-        ),
+        )
     }
 )
 
@@ -173,8 +150,8 @@ def test_merge_adds_key_by_key_and_leaves_the_second_alone(
     for key in empty_data():
         if key == "gauges":
             assert total[key] == {**first[key], **second[key]}
-        elif key in ("failures", "first_tokens", "handovers"):
-            for reason in (*FAILURE_REASONS, *FirstToken, *Handover):
+        elif key in REASONS:
+            for reason in REASONS[key]:
                 expected = first[key].get(reason, 0) + second[key].get(reason, 0)
                 assert total[key].get(reason, 0) == expected
         else:

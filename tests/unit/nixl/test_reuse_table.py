@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,46 +31,6 @@ def name(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def test_a_run_ends_at_the_first_block_that_is_not_there() -> None:
-    table = OfferTable(made := worker_tables())
-    table.offer([name(1), name(2), name(3)], [5, 2, 7])
-    run = table.find([name(1), name(2), name(9), name(3)])
-    assert run.block_ids == [5, 2]
-    assert run.generations == [int(made[0][5]), int(made[0][2])]
-    assert table.find([name(9), name(1)]).block_ids == []
-
-
-def test_a_dropped_block_is_gone_and_its_generation_is_another_on_every_worker() -> None:
-    table = OfferTable(made := worker_tables())
-    table.offer([name(1), name(2)], [5, 2])
-    before = [one.copy() for one in made]
-    table.drop(2)
-    assert table.find([name(1), name(2)]).block_ids == [5]
-    for kept, old in zip(made, before, strict=True):
-        assert [place for place in range(NUM_BLOCKS) if kept[place] != old[place]] == [2]
-    assert np.array_equal(made[0], made[1])
-
-
-def test_of_two_blocks_with_the_same_the_last_is_found() -> None:
-    table = OfferTable(worker_tables())
-    table.offer([name(1)], [5])
-    table.offer([name(1)], [6])
-    table.drop(5)
-    assert table.find([name(1)]).block_ids == [6]
-    table.drop(6)
-    assert table.find([name(1)]).block_ids == []
-    assert len(table) == 0
-
-
-def test_after_a_clear_nothing_is_found_and_nothing_read_before_counts() -> None:
-    table = OfferTable(made := worker_tables())
-    table.offer([name(1)], [5])
-    before = made[0].copy()
-    table.clear()
-    assert table.find([name(1)]).block_ids == []
-    assert not (made[0] == before).any()
-
-
 def test_two_starts_begin_with_other_generations() -> None:
     found = set[int]()
     for _ in range(4):
@@ -82,24 +43,33 @@ def test_random_offers_and_drops_against_a_plain_model() -> None:
     """The model keeps what each block holds; a generation counts how often a block was dropped."""
     dice = random.Random(7)
     table = OfferTable(made := worker_tables())
-    first = int(made[0][0])
+    first = made[0][0]
     holds: dict[int, bytes] = {}
-    drops = [0] * NUM_BLOCKS
+    last: dict[bytes, int] = {}  # of blocks that hold the same, the one offered last is found
+    drops = np.zeros(NUM_BLOCKS, dtype=np.uint64)
     for _ in range(3000):
         block = dice.randrange(NUM_BLOCKS)
         if dice.random() < 0.5:
             if block not in holds:
                 holds[block] = name(dice.randrange(12))
+                last[holds[block]] = block
                 table.offer([holds[block]], [block])
+        elif dice.random() < 0.02:
+            table.clear()
+            holds.clear()
+            drops += np.uint64(1)
         else:
             table.drop(block)
             holds.pop(block, None)
-            drops[block] += 1
-        one = name(dice.randrange(12))
-        run = table.find([one])
-        for found, generation in zip(run.block_ids, run.generations, strict=True):
-            assert holds[found] == one
-            assert generation == first + drops[found]
+            drops[block] += np.uint64(1)
+        asked = [name(dice.randrange(12)) for _ in range(3)]
+        expected = list(takewhile(lambda one: one in last and holds.get(last[one]) == one, asked))
+        run = table.find(asked)
+        assert run.block_ids == [last[one] for one in expected]
+        assert run.generations == [int(first + drops[found]) for found in run.block_ids]
+        for kept in made:
+            assert np.array_equal(kept, first + drops)
+        assert len(table) == len(holds)
 
 
 def test_the_scheduler_writes_where_the_worker_reads() -> None:
