@@ -51,7 +51,7 @@ TARGETS = {
         f"{NIXL}/decode/load_state.py {NIXL}/prefill/prefill_state.py",
         "nixl/test_request_phases.py nixl/test_pr*.py nixl/test_quarantine.py",
     ),
-    "client": (f"{NIXL}/wire/client.py", "nixl/test_client*.py nixl/test_peer_states.py"),
+    "client": (f"{NIXL}/wire/client.py", "nixl/test_client*.py"),
     "codec": ("vllm_commext/shm/codec.py", "shm/test_plain.py shm/test_codec.py shm/test_steps.py"),
     "ring": (
         "vllm_commext/shm/ring.py vllm_commext/shm/segment.py",

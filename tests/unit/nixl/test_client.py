@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.wire import client as module
@@ -347,3 +349,13 @@ def test_who_hangs_up_hears_nothing_and_may_ask_again(asked: Asked) -> None:
     assert asked.take() == [found(1)]
     asked.client.close()
     assert asked.connections[1].error == "closed"
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1), st.floats(0, 1))
+def test_waits_grow_up_to_the_cap_and_differ(failures: int, number: float, other: float) -> None:
+    back_off = BackOff(0.1, 1.0)
+    wait = back_off.seconds(failures, number)
+    longest = min(1.0, 0.1 * 2 ** min(failures - 1, 10))
+    assert longest / 2 <= wait <= longest
+    assert (wait < back_off.seconds(failures, other)) <= (number < other)
+    assert back_off.seconds(failures + 1, number) >= wait

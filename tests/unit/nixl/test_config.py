@@ -8,6 +8,7 @@ import pytest
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import GONE, KNOWN_KEYS, ConnectorConfig, parse_config
+from vllm_commext.nixl.decode.sweep import num_descriptors
 
 SECONDS = (
     "kv_lease_duration",
@@ -124,3 +125,20 @@ def test_a_key_that_is_gone_says_what_takes_its_place(key: str) -> None:
 def test_a_bad_default_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="side_channel_port"):
         parse_config({}, default_host="here", default_port=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 4 * 1024),
+        ({"backend_params": {"num_threads": "1"}}, 1024),
+        ({"backend_params": {"num_threads": "0"}}, 0),
+        ({"backends": ("GDS",)}, 0),
+        ({"backend_params": {"num_threads": "3", "split_batch_size": "10"}}, 30),
+        ({"backend_params": {"num_threads": "2", "split_batch_size": "0"}}, 2),
+    ],
+)
+def test_every_worker_thread_of_nixl_gets_descriptors(
+    settings: dict[str, Any], expected: int
+) -> None:
+    assert num_descriptors(ConnectorConfig("here", 5600, **settings)) == expected

@@ -1,10 +1,15 @@
-"""Which requests a decode worker keeps alive, and when; against a plain model."""
+"""What a decode worker knows of its peers: which of their requests it keeps alive, and when,
+against a plain model; and which peers come into doubt."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.nixl.decode import heartbeats
 from vllm_commext.nixl.decode.heartbeats import MAX_IDS, MAX_IDS_BYTES, Heartbeats, batches
+from vllm_commext.nixl.decode.peers import Peer, PeerState
 
 PEERS = [("p", "host", 1, rank) for rank in range(2)]
 IDS = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -72,3 +77,11 @@ def test_random_histories(steps: list[tuple[str, int, int, int]]) -> None:
 
 def test_six_in_a_lease() -> None:
     assert heartbeats.interval_of(60.0) == 10.0
+
+
+@pytest.mark.parametrize("state", PeerState)
+def test_a_peer_comes_into_doubt_only_where_it_is_read_from(state: PeerState) -> None:
+    channel: Any = None
+    peer = Peer(("p", "host", 1, 0), channel, state)
+    peer.doubt()
+    assert peer.state == (PeerState.SUSPECT if state == PeerState.READY else state)

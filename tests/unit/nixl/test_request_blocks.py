@@ -77,6 +77,7 @@ def test_what_is_filled_is_what_is_missing(case: Case) -> None:
     assert len(found) == len(case.groups)
     for group, block_of, blocks in zip(case.groups, case.block_of, found, strict=True):
         if group.kind == STATE:
+            assert blocks.first == (case.num_tokens - 1) // group.block_size
             assert list(blocks.block_ids) == [block_of[-1]]
             continue
         missing = range(case.num_local_tokens, case.num_tokens)
@@ -97,27 +98,10 @@ def test_what_is_offered_ends_with_the_block_of_the_last_token(case: Case) -> No
         assert list(ids) == expected
 
 
-def test_a_state_for_the_whole_request_is_in_its_one_block() -> None:
-    groups = [Group(FULL, 4), Group(STATE, MAX_LENGTH)]
-    ids = [[5, 6, 7], [9]]
-    (full, state) = blocks_to_fill(groups, ids, num_local_tokens=0, num_tokens=10)
-    assert (full.first, list(full.block_ids)) == (0, [5, 6, 7])
-    assert (state.first, list(state.block_ids)) == (0, [9])
-
-
-def test_a_state_of_every_block_is_in_that_of_the_last_token() -> None:
-    groups = [Group(FULL, 4), Group(STATE, 4)]
-    ids = [[5, 6, 7], [0, 8, 9]]
-    assert blocks_to_offer(groups, ids, 9) == ((5, 6, 7), (9,))
-    assert blocks_to_offer(groups, ids, 8) == ((5, 6), (8,))
-
-
-def test_a_state_that_is_gone_is_not_offered() -> None:
-    assert blocks_to_offer([Group(FULL, 4), Group(STATE, 4)], [[5, 6], [8, 0]], 8) == ((5, 6), ())
-
-
-def test_a_window_that_is_gone_is_not_offered() -> None:
-    assert blocks_to_offer([Group(WINDOW, 4)], [[0, 0]], 8) == ((),)
+@pytest.mark.parametrize(("kind", "ids"), [(STATE, [8, 0]), (WINDOW, [0, 0])])
+def test_what_is_gone_is_not_offered(kind: str, ids: list[int]) -> None:
+    groups = [Group(FULL, 4), Group(kind, 4)]
+    assert blocks_to_offer(groups, [[5, 6], ids], 8) == ((5, 6), ())
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(FULL, False), (WINDOW, True), (STATE, False)])

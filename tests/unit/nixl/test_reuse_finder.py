@@ -1,6 +1,5 @@
 """Asking side channels which blocks they have: right answers, and what comes of no answer."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import zmq
 from msgspec.structs import replace
 
 from tests.kit.descriptions import description
+from tests.kit.inquiry import ask, wait_for
 from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -47,10 +47,10 @@ class Finder:
 
     def find(self, name: str, hashes: list[bytes], *ports: int) -> wire.FoundBlocks | None:
         self.asks.search(name, hashes, [(HOST, port) for port in ports])
-        end = time.monotonic() + BOUND_SECONDS
-        while not self.asks.is_done(name):
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        return self.answer(name)
+
+    def answer(self, name: str) -> wire.FoundBlocks | None:
+        wait_for(lambda: self.asks.is_done(name))
         return self.asks.take(name)
 
 
@@ -116,11 +116,7 @@ def test_many_requests_share_a_channel(make: Any, serve: Any) -> None:
     finder = make()
     for number in range(1, 6):
         finder.asks.search(f"r{number}", NAMES[:number], [(HOST, port)])
-    end = time.monotonic() + BOUND_SECONDS
-    while not all(finder.asks.is_done(f"r{number}") for number in range(1, 6)):
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    found = [finder.asks.take(f"r{number}").block_ids for number in range(1, 6)]
+    found = [finder.answer(f"r{number}").block_ids for number in range(1, 6)]
     assert found == [list(range(1, number + 1)) for number in range(1, 6)]
 
 
@@ -143,20 +139,22 @@ def test_who_refuses_has_nothing_and_rings(
     assert finder.num_rings == 1
 
 
-def test_who_does_not_answer_costs_the_limit_once(make: Any) -> None:
-    context = zmq.Context()
-    silent = context.socket(zmq.ROUTER)
-    port = free_port(HOST)
-    silent.bind(endpoint(HOST, port))
-    try:
-        finder = make(0.3)
-        assert finder.find("r", NAMES, port) is None
-        # The next one is asked nothing: it would have to wait, too.
-        assert finder.find("next", NAMES, port) is None
-        silent.recv_multipart()
-        assert silent.poll(0) == 0
-    finally:
-        context.destroy(linger=0)
+@pytest.fixture
+def other(context: Any) -> tuple[Any, int]:
+    """An engine that says what a test says, and its port."""
+    socket, port = context.socket(zmq.ROUTER), free_port(HOST)
+    socket.bind(endpoint(HOST, port))
+    return socket, port
+
+
+def test_who_does_not_answer_costs_the_limit_once(make: Any, other: tuple[Any, int]) -> None:
+    silent, port = other
+    finder = make(0.3)
+    assert finder.find("r", NAMES, port) is None
+    # The next one is asked nothing: it would have to wait, too.
+    assert finder.find("next", NAMES, port) is None
+    silent.recv_multipart()
+    assert silent.poll(0) == 0
 
 
 def test_who_is_not_there_is_no_reason_to_wait(make: Any, serve: Any) -> None:
@@ -226,38 +224,23 @@ OF_STREAMS = wire.FoundStreams(
         replace(FOUND, tp_size=1025),
     ],
 )
-def test_an_answer_that_no_engine_gives_counts_for_nothing(make: Any, answer: Any) -> None:
-    context = zmq.Context()
-    other = context.socket(zmq.ROUTER)
-    port = free_port(HOST)
-    other.bind(endpoint(HOST, port))
-    try:
-        finder = make()
-        finder.asks.search("r", NAMES[:2], [(HOST, port)])
-        assert other.poll(int(BOUND_SECONDS * 1000))
-        *envelope, _ = other.recv_multipart()
-        other.send_multipart([*envelope, wire.encode(answer)])
-        end = time.monotonic() + BOUND_SECONDS
-        while not finder.asks.is_done("r"):
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        assert finder.asks.take("r") == (FOUND if answer is FOUND else None)
-    finally:
-        context.destroy(linger=0)
+def test_an_answer_that_no_engine_gives_counts_for_nothing(
+    make: Any, other: tuple[Any, int], answer: Any
+) -> None:
+    socket, port = other
+    finder = make()
+    finder.asks.search("r", NAMES[:2], [(HOST, port)])
+    assert socket.poll(int(BOUND_SECONDS * 1000))
+    *envelope, _ = socket.recv_multipart()
+    socket.send_multipart([*envelope, wire.encode(answer)])
+    assert finder.answer("r") == (FOUND if answer is FOUND else None)
 
 
 @pytest.mark.parametrize("length", [31, 33, 32 * wire.MAX_HASHES + 32])
 def test_what_is_no_list_of_hashes_is_refused(serve: Any, length: int) -> None:
     port, _ = serve()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(endpoint(HOST, port))
-    try:
-        socket.send(wire.encode(wire.FindBlocks(hashes=bytes(length))))
-        assert socket.poll(int(BOUND_SECONDS * 1000))
-        assert isinstance(wire.decode_reply(socket.recv()), wire.Refused)
-    finally:
-        context.destroy(linger=0)
+    with pytest.raises(ProtocolError, match="expected at most .* hashes"):
+        ask(HOST, port, wire.FindBlocks(hashes=bytes(length)))
 
 
 def test_places_are_read_as_they_were_written_and_proven() -> None:

@@ -126,18 +126,6 @@ def test_a_question_takes_the_place_of_the_one_before(served: Served) -> None:
     assert set(found) == {key(2)}
 
 
-def test_an_answer_to_a_question_before_the_last_one_is_told_apart(served: Served) -> None:
-    served.begin(1)
-    inquiry = ask(served, wire.FindStreams(keys=[key(1)]))
-    time.sleep(0.1)
-    inquiry._came.clear()
-    inquiry.ask(wire.FindStreams(keys=[key(2)], wait_seconds=wire.MAX_WAIT_SECONDS))
-    assert inquiry.poll() is None
-    served.begin(2)
-    _, found = seconds_to_answer(inquiry)
-    assert set(found) == {key(2)}
-
-
 def test_too_many_keys_are_refused(served: Served) -> None:
     keys = [key(number) for number in range(wire.MAX_KEYS)]
     inquiry = ask(served, wire.FindStreams(keys=keys, awaited=[key(99)]))

@@ -46,20 +46,6 @@ def wait_in_thread(
     return thread, woken
 
 
-def test_a_notification_ends_the_wait(wakeup: WakeupSocket) -> None:
-    notify = notifier(wakeup.address, 0)
-    thread, woken = wait_in_thread(wakeup, queue.Queue())
-    notify()
-    thread.join(BOUND_SECONDS / 2)
-    assert woken == [True]
-
-
-def test_a_notification_before_the_wait_is_not_lost(wakeup: WakeupSocket) -> None:
-    notify = notifier(wakeup.address, 0)
-    notify()
-    assert wakeup.wait(queue.Queue())
-
-
 def test_what_arrives_ends_the_wait_and_stays_in_the_queue(wakeup: WakeupSocket) -> None:
     arrivals: queue.Queue[str] = queue.Queue()
     thread, woken = wait_in_thread(wakeup, arrivals)
