@@ -156,19 +156,6 @@ def test_what_is_here_already_is_only_released(make_engine: MakeEngine, offered:
     assert (load.awaited, load.block_ids, load.refusal) == (False, [], "")
 
 
-def test_what_prefill_returned_is_what_decode_reads(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
-    first = request_of("there", TO_PREFILL)
-    prefill.prefill(first)
-    _, params = prefill.finish(first, FINISHED[0])
-    request = request_of("here", params)
-    assert decode.schedule(request) == (0, 14)
-    (load,) = decode.step().loads
-    assert load.remote.block_ids == (tuple(prefill.block_ids(first)),)
-    assert load.remote.incarnation == prefill.connector.scheduler_side.engine.incarnation
-    assert (load.remote.host, load.remote.port, load.remote.tp_size) == ("h", 7000, 1)
-
-
 def test_blocks_are_kept_from_the_arrival_until_the_load(make_engine: MakeEngine) -> None:
     engine = make_engine("kv_consumer")
     engine.connector.on_new_request(request_of("early", to_decode()))
