@@ -32,14 +32,37 @@ print("went on")
 """
 
 
-def test_ucx_does_not_wait_for_the_reader_of_its_log() -> None:
-    """As where an agent is collected that has requests under way: a line for each."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+AGENT = """
+from vllm_commext.nixl.config import parse_config
+from vllm_commext.nixl.transport.agent import NixlAgent
+NixlAgent(parse_config({}, default_host="127.0.0.1", default_port=1))
+print("made")
+"""
+PARENT = f"""
+import subprocess, sys
+from vllm_commext.nixl.transport.agent import load_nixl
+
+load_nixl()  # UCX's log is attached until an agent is made
+subprocess.run([sys.executable, "-c", {AGENT!r}], check=True)
+"""
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
         check=True,
         capture_output=True,
         text=True,
         timeout=BOUND_SECONDS,
     )
+
+
+def test_a_process_that_is_started_meanwhile_can_open_the_log() -> None:
+    assert "made" in _run(PARENT).stdout
+
+
+def test_ucx_does_not_wait_for_the_reader_of_its_log() -> None:
+    """As where an agent is collected that has requests under way: a line for each."""
+    done = _run(PROGRAM)
     assert "went on" in done.stdout
     assert "object 0 was not returned" in done.stderr

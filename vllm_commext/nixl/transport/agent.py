@@ -41,6 +41,7 @@ class UcxLog:
         self._lanes: list[str] = []
         self._reading = -1
         self._writing: int | None = None
+        self._path = ""
         self._library: Any = None
 
     def attach(self) -> None:
@@ -49,14 +50,16 @@ class UcxLog:
             return
         self._reading, self._writing = os.pipe()
         os.environ[_LEVEL] = "info"
-        os.environ[_FILE] = f"/proc/self/fd/{self._writing}"
+        # By number, as processes that are started meanwhile inherit it, and UCX ends those in which
+        # it cannot open its log.
+        os.environ[_FILE] = self._path = f"/proc/{os.getpid()}/fd/{self._writing}"
         threading.Thread(
             target=self._follow, args=(self._reading,), name="commext-ucx-log", daemon=True
         ).start()
 
     def detach(self) -> None:
         """UCX has opened its log: leave nothing of that to other processes."""
-        if self._writing is None or not os.environ.get(_FILE, "").startswith("/proc/self/fd/"):
+        if self._writing is None or os.environ.get(_FILE) != self._path:
             return
         del os.environ[_LEVEL], os.environ[_FILE]
         # UCX also logs where its caller keeps others from running Python, such as when an agent is
