@@ -128,7 +128,7 @@ def test_a_reader_that_never_comes_is_waited_for_until_the_lease_ends(
     first.load(load_of("r", remote, LOCAL))
     assert first.outcomes.failed == set()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 600)
-    monkeypatch.setattr("vllm_commext.nixl.prefill.leases.time", later)
+    monkeypatch.setattr("vllm_commext.nixl.prefill.lease_manager.time", later)
     prefill.wait_sent("x", [0])
     second.load(load_of("r", remote, LOCAL))
     assert second.outcomes.failed == {"r"}
