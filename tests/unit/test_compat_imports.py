@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,9 @@ def test_a_module_whose_import_fails_is_not_acted_on(module: Path) -> None:
     with pytest.raises(ImportError, match="no such library"):
         value()
     assert done == []
+
+
+def test_a_workers_side_of_the_connector_loads_without_vllm() -> None:
+    modules = "vllm_commext.nixl.prefill.side_channel, vllm_commext.nixl.transfer_thread"
+    code = f"import sys, {modules}; sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

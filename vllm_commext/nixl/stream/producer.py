@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_commext.nixl.engine_context import Streaming
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
 from vllm_commext.nixl.prefill.fence import FenceSlots
@@ -26,6 +25,8 @@ from vllm_commext.nixl.wire.prompt import digests, prompt_of
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from vllm_commext.nixl.engine_context import Streaming
 
 
 MAX_ENDED = 4096
