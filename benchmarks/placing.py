@@ -7,12 +7,12 @@ import random
 import time
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.affinity import Prefix
-from vllm_commext.proxy.choice import Chooser
 from vllm_commext.proxy.config import ADAPTIVE
-from vllm_commext.proxy.engine_load import EngineLoad, Waiting
-from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, EnginePool
-from vllm_commext.proxy.placement import Planner
+from vllm_commext.proxy.engines.affinity import Prefix
+from vllm_commext.proxy.engines.choice import Chooser
+from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, EnginePool
+from vllm_commext.proxy.policy.load import EngineLoad, Waiting
+from vllm_commext.proxy.policy.placement import Planner
 
 LIMITS = Limits(0.015, 1.0)
 PROMPT_TOKENS, ANSWER_TOKENS, NUM_ANSWERS = 4000, 512, 8

@@ -6,11 +6,11 @@ from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.choice import WINDOW
-from vllm_commext.proxy.engine_load import Answer, Job, Waiting, next_of
-from vllm_commext.proxy.engine_speed import EngineSpeed, Lengths, area_of
-from vllm_commext.proxy.engines import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.placement import Candidate, Placement, Planner
+from vllm_commext.proxy.engines.choice import WINDOW
+from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
+from vllm_commext.proxy.policy.load import Answer, Job, Waiting, next_of
+from vllm_commext.proxy.policy.placement import Candidate, Placement, Planner
+from vllm_commext.proxy.policy.speed import EngineSpeed, Lengths, area_of
 
 MOST_TOKENS = 1024
 """What requests allow their answers, however long these turn out."""

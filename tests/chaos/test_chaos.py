@@ -13,7 +13,7 @@ from tests.chaos.scenario import Scenario, run
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
-from vllm_commext.proxy.resume import Resume
+from vllm_commext.proxy.session.resume import Resume
 
 KINDS = (
     "side_channel_garbage",

@@ -21,8 +21,8 @@ from tests.kit.metrics import Metrics, scrape
 from tests.kit.parity import complete
 from tests.kit.servers import CPU_ENVIRON, CUDA_ENVIRON, LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
-from vllm_commext.proxy.choice import KINDS
-from vllm_commext.proxy.resume import Resume
+from vllm_commext.proxy.engines.choice import KINDS
+from vllm_commext.proxy.session.resume import Resume
 
 HANDSHAKE_SECONDS = 3.0
 TRANSFER_SECONDS = 4.0

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
-from vllm_commext.proxy.engines import read_capabilities
-from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.engines.pool import read_capabilities
+from vllm_commext.proxy.session.metrics import ProxyMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from vllm_commext.proxy.body import members_of
+from vllm_commext.proxy.http.body import members_of
 
 
 def run(taking_apart: Generator[None, None, Any]) -> tuple[Any, int]:

@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.access import ApiKeys, answer_errors, log_access
-from vllm_commext.proxy.choice import is_adaptive
 from vllm_commext.proxy.config import ProxyConfig, read_secret
-from vllm_commext.proxy.connections import serving
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.discovery import Registry, Sources
-from vllm_commext.proxy.engines import ROLES, EnginePool
-from vllm_commext.proxy.health import HealthMonitor
-from vllm_commext.proxy.intake import BodyBudget, Intake
-from vllm_commext.proxy.metrics import CONTENT_TYPE, ProxyMetrics
+from vllm_commext.proxy.engines.choice import is_adaptive
+from vllm_commext.proxy.engines.discovery import Registry, Sources
+from vllm_commext.proxy.engines.health import HealthMonitor
+from vllm_commext.proxy.engines.pool import ROLES, EnginePool
+from vllm_commext.proxy.http.access import ApiKeys, answer_errors, log_access
+from vllm_commext.proxy.http.connections import serving
+from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
-from vllm_commext.proxy.placement import Planner
-from vllm_commext.proxy.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
-from vllm_commext.proxy.upstream import Upstream, open_session
+from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
+from vllm_commext.proxy.session.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
+from vllm_commext.proxy.session.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
 

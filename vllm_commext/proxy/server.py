@@ -15,12 +15,12 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.access import server_tls
-from vllm_commext.proxy.admin import AdminApp
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
-from vllm_commext.proxy.connections import Connections
-from vllm_commext.proxy.discovery import Registry
+from vllm_commext.proxy.engines.admin import AdminApp
+from vllm_commext.proxy.engines.discovery import Registry
+from vllm_commext.proxy.http.access import server_tls
+from vllm_commext.proxy.http.connections import Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
 

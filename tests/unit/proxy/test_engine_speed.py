@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.engine_speed import MOST_BINNED, LeastSquares, Lengths, bins
+from vllm_commext.proxy.policy.speed import MOST_BINNED, LeastSquares, Lengths, bins
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
-from vllm_commext.proxy import moving, serving
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import read_capabilities
-from vllm_commext.proxy.resume import Resume
-from vllm_commext.proxy.transcript import ANSWER
+from vllm_commext.proxy.engines.pool import read_capabilities
+from vllm_commext.proxy.session import moving, serving
+from vllm_commext.proxy.session.resume import Resume
+from vllm_commext.proxy.session.transcript import ANSWER
 
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
 OTHER = [(1, "a"), (9, "x"), (3, "c"), (4, "d")]

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engine_load import Answer, EngineLoad, Waiting
-from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds
-from vllm_commext.proxy.placement import (
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Waiting
+from vllm_commext.proxy.policy.placement import (
     BY_ANSWER,
     BY_BOTH,
     BY_PROMPT,
@@ -21,6 +20,7 @@ from vllm_commext.proxy.placement import (
     Planner,
     _Costs,
 )
+from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds
 
 NOW = 100.0
 STEP = 0.007

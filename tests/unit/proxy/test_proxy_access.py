@@ -45,7 +45,7 @@ async def test_a_client_needs_a_key_that_engines_never_get(
 
 @pytest.mark.parametrize("content", [None, "", "# only this\n"])
 def test_a_file_without_keys_is_refused(kit: Any, tmp_path: Path, content: str | None) -> None:
-    from vllm_commext.proxy.access import ApiKeys
+    from vllm_commext.proxy.http.access import ApiKeys
 
     if content is not None:
         (tmp_path / "keys").write_text(content)
@@ -72,8 +72,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
-    from vllm_commext.proxy.access import server_tls
     from vllm_commext.proxy.config import ProxyConfig
+    from vllm_commext.proxy.http.access import server_tls
     from vllm_commext.proxy.server import connections_of, open_port
 
     cert, key = certificate(tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived
-from vllm_commext.proxy.affinity import (
+from vllm_commext.proxy.engines.affinity import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MIN_WEIGHT,
@@ -18,8 +18,8 @@ from vllm_commext.proxy.affinity import (
     Prefix,
     prefix_of,
 )
-from vllm_commext.proxy.body import num_tokens
-from vllm_commext.proxy.engines import EnginePool
+from vllm_commext.proxy.engines.pool import EnginePool
+from vllm_commext.proxy.http.body import num_tokens
 
 quick = settings(max_examples=50, deadline=None)
 TURN = {"role": "user", "content": "w" * 3000}

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived, run
-from vllm_commext.proxy import body as body_module
-from vllm_commext.proxy import two_step
-from vllm_commext.proxy.body import RawJson, decode, dumps, encode, members_of, num_tokens
-from vllm_commext.proxy.two_step import COMPLETIONS, LocalPrefill
+from vllm_commext.proxy.http import body as body_module
+from vllm_commext.proxy.http.body import RawJson, decode, dumps, encode, members_of, num_tokens
+from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session.two_step import COMPLETIONS, LocalPrefill
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
 values = st.recursive(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.response import MAX_WHOLE_BYTES
+from vllm_commext.proxy.session.response import MAX_WHOLE_BYTES
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
@@ -130,7 +130,7 @@ async def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
         raise ArithmeticError("a bug")
 
     async with kit.cluster() as cluster:
-        monkeypatch.setattr("vllm_commext.proxy.two_step.prefill_body", broken)
+        monkeypatch.setattr("vllm_commext.proxy.session.two_step.prefill_body", broken)
         await kit.expect_error(cluster, 500, "internal", "proxy")
     assert "ArithmeticError: a bug" in caplog.text
 

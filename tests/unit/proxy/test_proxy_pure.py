@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.kit.request_bodies import arrived, run
 from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy import two_step
-from vllm_commext.proxy.body import encode, members_of
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines import Engine, EnginePool
-from vllm_commext.proxy.sse import EventCutter
-from vllm_commext.proxy.two_step import CHAT, COMPLETIONS, LocalPrefill
+from vllm_commext.proxy.engines.pool import Engine, EnginePool
+from vllm_commext.proxy.http.body import encode, members_of
+from vllm_commext.proxy.http.sse import EventCutter
+from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session.two_step import CHAT, COMPLETIONS, LocalPrefill
 
 quick = settings(max_examples=50)
 # A small alphabet of awkward characters: building the table of all of Unicode takes seconds.

@@ -14,9 +14,9 @@ import pytest
 
 from tests.kit.request_bodies import run
 from vllm_commext.limited_log import RateLimitedLog
-from vllm_commext.proxy import body as body_module
-from vllm_commext.proxy import connections
-from vllm_commext.proxy.body import members_of
+from vllm_commext.proxy.http import body as body_module
+from vllm_commext.proxy.http import connections
+from vllm_commext.proxy.http.body import members_of
 
 BODY = {"prompt": "hello", "max_tokens": 3}
 PATHS = ("/v1/completions", "/v1/responses", "/v1/models", "/live", "/metrics", "/none")
@@ -291,7 +291,7 @@ async def test_what_is_no_http_gets_json_and_few_lines(
     kit: Any, data: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
-    monkeypatch.setattr("vllm_commext.proxy.connections.complaints", complaints)
+    monkeypatch.setattr("vllm_commext.proxy.http.connections.complaints", complaints)
     async with kit.cluster() as cluster:
         with caplog.at_level(logging.INFO):
             for _ in range(20):
@@ -318,7 +318,7 @@ async def test_a_head_without_end_is_cut_off(kit: Any) -> None:
 async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_answer(
     kit: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    from vllm_commext.proxy.sse import EventCutter
+    from vllm_commext.proxy.http.sse import EventCutter
 
     released = asyncio.Event()
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.proxy.outcome import MIN_APART
-from vllm_commext.proxy.resume import Resume, Room, refusal
-from vllm_commext.proxy.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.resume import Resume, Room, refusal
+from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.engines import (
+from vllm_commext.proxy.engines.health import HealthMonitor
+from vllm_commext.proxy.engines.pool import (
     INFO_METRIC,
     STREAMS_METRIC,
     UNKNOWN,
@@ -13,7 +14,6 @@ from vllm_commext.proxy.engines import (
     read_cache,
     read_capabilities,
 )
-from vllm_commext.proxy.health import HealthMonitor
 
 BODY = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 3}
 FLAGS = 'streams="0",reuse="1",releases="1"'

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.choice import orders_prompts
-from vllm_commext.proxy.engine_load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
-from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.engines import Turns
+from vllm_commext.proxy.engines.choice import orders_prompts
+from vllm_commext.proxy.engines.pool import Turns
+from vllm_commext.proxy.policy.load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
+from vllm_commext.proxy.policy.speed import Speeds
 
 TOKEN = 25e-6
 BOUND_SECONDS = 20.0

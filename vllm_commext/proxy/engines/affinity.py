@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.body import RawJson, dumps, num_tokens
+from vllm_commext.proxy.http.body import RawJson, dumps, num_tokens
 
 SESSION_HEADER = "X-Session-ID"
 BLOCK_BYTES = 1024

@@ -9,10 +9,10 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.access import answer_errors, bears_one_of
 from vllm_commext.proxy.config import engine_url
-from vllm_commext.proxy.discovery import ADMIN, EngineEndpoint, Registry
-from vllm_commext.proxy.engines import ENGINE_ROLES, Engine
+from vllm_commext.proxy.engines.discovery import ADMIN, EngineEndpoint, Registry
+from vllm_commext.proxy.engines.pool import ENGINE_ROLES, Engine
+from vllm_commext.proxy.http.access import answer_errors, bears_one_of
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 MAX_ADMIN_BODY_BYTES = 64 << 10

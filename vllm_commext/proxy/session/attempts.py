@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vllm_commext.proxy import resume, two_step
-from vllm_commext.proxy.affinity import NO_PREFIX, prefix_of
-from vllm_commext.proxy.body import num_tokens
-from vllm_commext.proxy.choice import Plan, most_tokens
-from vllm_commext.proxy.engines import Engine, EnginePool, SideChannelFields
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, prefix_of
+from vllm_commext.proxy.engines.choice import Plan, most_tokens
+from vllm_commext.proxy.engines.pool import Engine, EnginePool, SideChannelFields
+from vllm_commext.proxy.http.body import num_tokens
 from vllm_commext.proxy.outcome import Losses, ProxyError
-from vllm_commext.proxy.response import Opened
-from vllm_commext.proxy.resume import Resume, Room
-from vllm_commext.proxy.transcript import Transcript, without_prompt
-from vllm_commext.proxy.two_step import ENDPOINTS
-from vllm_commext.proxy.upstream import Payload, Prefilled
+from vllm_commext.proxy.session import resume, two_step
+from vllm_commext.proxy.session.response import Opened
+from vllm_commext.proxy.session.resume import Resume, Room
+from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.two_step import ENDPOINTS
+from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
 
 class Attempts:

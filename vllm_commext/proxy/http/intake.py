@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.body import LARGE_BODY_BYTES, members_of
 from vllm_commext.proxy.config import MIB, ProxyConfig
 from vllm_commext.proxy.deadline import UploadWatch
+from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, members_of
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 SMALL_BODY_BYTES = MIB

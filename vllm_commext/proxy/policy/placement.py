@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engine_load import EngineLoad
-from vllm_commext.proxy.engine_speed import Speeds
+from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.speed import Speeds
 
 MAX_SEEN = 20
 """Answers looked at for a request; they stand for the others."""

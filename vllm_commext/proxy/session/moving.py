@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from vllm_commext.proxy.attempts import Attempts
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline, end_tasks
-from vllm_commext.proxy.engines import Engine
-from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import Outcome, ProxyError
-from vllm_commext.proxy.response import Opened, failures_of
-from vllm_commext.proxy.resume import MAX_RESUMES, Resume
-from vllm_commext.proxy.transcript import Transcript
+from vllm_commext.proxy.session.attempts import Attempts
+from vllm_commext.proxy.session.metrics import ProxyMetrics
+from vllm_commext.proxy.session.response import Opened, failures_of
+from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume
+from vllm_commext.proxy.session.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import Engine
+from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import ProxyError
 
 logger = logging.getLogger("vllm.commext.proxy")

@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy import two_step
-from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.config import NEVER
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import UNKNOWN, Engine, SideChannel
+from vllm_commext.proxy.engines.pool import UNKNOWN, Engine, SideChannel
+from vllm_commext.proxy.http.body import LENGTHS
 from vllm_commext.proxy.outcome import ProxyError
-from vllm_commext.proxy.response import Opened, is_dead
-from vllm_commext.proxy.two_step import AtOnce
+from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session.response import Opened, is_dead
+from vllm_commext.proxy.session.two_step import AtOnce
 
 logger = logging.getLogger("vllm.commext.proxy")
 

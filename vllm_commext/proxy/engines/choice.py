@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Any
 
-from vllm_commext.proxy.affinity import Prefix
-from vllm_commext.proxy.body import LENGTHS
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
-from vllm_commext.proxy.engines import DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.placement import Candidate, Placement, Planner
+from vllm_commext.proxy.engines.affinity import Prefix
+from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.http.body import LENGTHS
+from vllm_commext.proxy.policy.placement import Candidate, Placement, Planner
 
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"

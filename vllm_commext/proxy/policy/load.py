@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from heapq import heappush, heappushpop
 
-from vllm_commext.proxy.engine_speed import EngineSpeed, Speeds, area_of
+from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
 
 RECENT_SECONDS = 10.0
 """Length of an engine's recent time, idle time left out."""

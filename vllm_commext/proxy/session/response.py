@@ -11,20 +11,20 @@ from typing import Any
 import aiohttp
 
 from vllm_commext.drain import HEADER
-from vllm_commext.proxy.body import decode
 from vllm_commext.proxy.config import MIB
-from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import EngineLostError
-from vllm_commext.proxy.engine_load import Answer
-from vllm_commext.proxy.engines import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
-from vllm_commext.proxy.sse import (
+from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.http.body import decode
+from vllm_commext.proxy.http.connections import complaints
+from vllm_commext.proxy.http.sse import (
     EventCutter,
     is_aborted,
     opening_error,
     opens_aborted,
     says_nothing,
 )
+from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
+from vllm_commext.proxy.policy.load import Answer
 
 MAX_ANSWER_BYTES = 64 * MIB
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)

@@ -9,9 +9,9 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.connections import complaints
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines import Engine, read_cache, read_capabilities
+from vllm_commext.proxy.engines.pool import Engine, read_cache, read_capabilities
+from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.outcome import lack
 
 logger = logging.getLogger("vllm.commext.proxy")

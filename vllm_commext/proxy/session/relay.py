@@ -10,17 +10,17 @@ from aiohttp import web
 from prometheus_client import Histogram
 
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.connections import cut
 from vllm_commext.proxy.deadline import (
     ClientStalledError,
     EngineLostError,
     LeftError,
     StreamWatch,
 )
+from vllm_commext.proxy.http.connections import cut
+from vllm_commext.proxy.http.sse import DONE, error_event, with_cached_tokens
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
-from vllm_commext.proxy.response import Opened, bad_answer, failure_of, failure_told
-from vllm_commext.proxy.sse import DONE, error_event, with_cached_tokens
-from vllm_commext.proxy.transcript import Transcript
+from vllm_commext.proxy.session.response import Opened, bad_answer, failure_of, failure_told
+from vllm_commext.proxy.session.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 

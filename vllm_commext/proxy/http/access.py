@@ -10,7 +10,7 @@ from aiohttp import web
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.connections import begin, complaints, cut
+from vllm_commext.proxy.http.connections import begin, complaints, cut
 from vllm_commext.proxy.outcome import ClientGoneError, Outcome, ProxyError
 
 logger = logging.getLogger("vllm.commext.proxy")

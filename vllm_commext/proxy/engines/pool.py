@@ -11,10 +11,10 @@ from functools import cached_property
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from vllm_commext.proxy.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.engine_load import EngineLoad, Waiting, next_of
-from vllm_commext.proxy.engine_speed import Speeds
-from vllm_commext.proxy.placement import Candidate
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, Memory, Prefix
+from vllm_commext.proxy.policy.load import EngineLoad, Waiting, next_of
+from vllm_commext.proxy.policy.placement import Candidate
+from vllm_commext.proxy.policy.speed import Speeds
 
 logger = logging.getLogger("vllm.commext.proxy")
 

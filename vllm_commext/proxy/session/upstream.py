@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from vllm_commext.proxy.access import engine_tls
-from vllm_commext.proxy.affinity import NO_PREFIX, Prefix
-from vllm_commext.proxy.body import encode
-from vllm_commext.proxy.choice import Plan, most_tokens, orders_prompts, reads_load
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
-from vllm_commext.proxy.engine_load import Answer, Job
-from vllm_commext.proxy.engines import PREFILL, Engine, EnginePool
-from vllm_commext.proxy.metrics import ProxyMetrics
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
+from vllm_commext.proxy.engines.choice import Plan, most_tokens, orders_prompts, reads_load
+from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
+from vllm_commext.proxy.http.access import engine_tls
+from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.outcome import Losses, ProxyError
-from vllm_commext.proxy.releases import Key, Releases, new_key
-from vllm_commext.proxy.response import (
+from vllm_commext.proxy.policy.load import Answer, Job
+from vllm_commext.proxy.session.metrics import ProxyMetrics
+from vllm_commext.proxy.session.releases import Key, Releases, new_key
+from vllm_commext.proxy.session.response import (
     Opened,
     check_not_draining,
     failures_of,
@@ -31,8 +31,8 @@ from vllm_commext.proxy.response import (
     read_answer,
     read_opening,
 )
-from vllm_commext.proxy.streams import Stream
-from vllm_commext.proxy.two_step import ENDPOINTS
+from vllm_commext.proxy.session.streams import Stream
+from vllm_commext.proxy.session.two_step import ENDPOINTS
 
 logger = logging.getLogger("vllm.commext.proxy")
 

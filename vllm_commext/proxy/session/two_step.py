@@ -9,7 +9,7 @@ to a decode engine as it is.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_commext.proxy.body import LENGTHS, RawJson, decode, num_tokens
+from vllm_commext.proxy.http.body import LENGTHS, RawJson, decode, num_tokens
 from vllm_commext.proxy.outcome import bad_request
 from vllm_commext.reasons import Reason
 

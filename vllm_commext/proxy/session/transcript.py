@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.body import decode, dumps
-from vllm_commext.proxy.resume import UNKNOWN, DiffersError, Replay, Resume, Room, edited
-from vllm_commext.proxy.sse import DONE
+from vllm_commext.proxy.http.body import decode, dumps
+from vllm_commext.proxy.http.sse import DONE
+from vllm_commext.proxy.session.resume import UNKNOWN, DiffersError, Replay, Resume, Room, edited
 
 ANSWER = "answer_token_ids"
 _GROWTH_BYTES = 16 << 10

@@ -9,17 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy import streams, two_step
-from vllm_commext.proxy.access import SIDE
-from vllm_commext.proxy.affinity import SESSION_HEADER
-from vllm_commext.proxy.attempts import Attempts
-from vllm_commext.proxy.choice import Chooser
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engine_load import Answer
-from vllm_commext.proxy.engines import DECODE, Engine, EnginePool
-from vllm_commext.proxy.intake import Intake
-from vllm_commext.proxy.metrics import ProxyMetrics
-from vllm_commext.proxy.moving import MAX_MOVES, Mover
+from vllm_commext.proxy.engines.affinity import SESSION_HEADER
+from vllm_commext.proxy.engines.choice import Chooser
+from vllm_commext.proxy.engines.pool import DECODE, Engine, EnginePool
+from vllm_commext.proxy.http.access import SIDE
+from vllm_commext.proxy.http.intake import Intake
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
@@ -29,13 +24,18 @@ from vllm_commext.proxy.outcome import (
     Outcome,
     ProxyError,
 )
-from vllm_commext.proxy.placement import Planner
-from vllm_commext.proxy.relay import LEFT, Relay
-from vllm_commext.proxy.response import Opened
-from vllm_commext.proxy.resume import Resume, Room
-from vllm_commext.proxy.streams import Stream
-from vllm_commext.proxy.two_step import ENDPOINTS, AtOnce, LocalPrefill
-from vllm_commext.proxy.upstream import Payload, Prefilled, Upstream
+from vllm_commext.proxy.policy.load import Answer
+from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.session import streams, two_step
+from vllm_commext.proxy.session.attempts import Attempts
+from vllm_commext.proxy.session.metrics import ProxyMetrics
+from vllm_commext.proxy.session.moving import MAX_MOVES, Mover
+from vllm_commext.proxy.session.relay import LEFT, Relay
+from vllm_commext.proxy.session.response import Opened
+from vllm_commext.proxy.session.resume import Resume, Room
+from vllm_commext.proxy.session.streams import Stream
+from vllm_commext.proxy.session.two_step import ENDPOINTS, AtOnce, LocalPrefill
+from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_commext.proxy.two_step import ENDPOINTS, LocalPrefill, local_prefill_reason
+from vllm_commext.proxy.session.two_step import ENDPOINTS, LocalPrefill, local_prefill_reason
 from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4

@@ -1,0 +1,1 @@
+"""The engines that a proxy knows, and their state."""

@@ -1,0 +1,1 @@
+"""Clients: their connections, bodies, answers."""

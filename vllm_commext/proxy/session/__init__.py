@@ -1,0 +1,1 @@
+"""One request on its way from its acceptance to its last byte."""
