@@ -5,8 +5,9 @@ its own: `replicas`, each request to one engine that does all of it; `fixed`, pr
 decode on the other; `adaptive`, placed request by request so that the limits of `--told` (ms a
 token : ms to the first) are kept, one contestant for each pair; `ordered`, as that with
 `--prompt-order shortest`; `nixl`, as `fixed` with vLLM's NixlConnector; `--replica-step`: replicas
-without connector with so many tokens a step.  All but the last two share their engines.  A way that
-this proxy does not know is left out.
+without connector with so many tokens a step; `--tp`: engines without connector, fewer of them, each
+of so many GPUs.  All but the last three share their engines.  A way that this proxy does not know
+is left out.
 
 In each round all contestants take turns with arrivals of the same times and lengths, never the same
 tokens, in another order each time.  Rates are requests a second, or percent of what the first
@@ -77,6 +78,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--contestants", nargs="+", choices=NAMES, default=["replicas", "fixed", "adaptive"])
     add("--replica-step", type=int, action="append", default=[], help="a contestant more each")
+    add("--tp", type=int, action="append", default=[], help="a contestant more each: engines of TP")
     add("--told", type=limits_of, default=limits_of("10:1000,15:1000,25:1000"), metavar="LIMITS")
     add("--limits", type=limits_of, help="to count by; default: those of --told")
     add("--workloads", nargs="+", default=[MIXED], metavar="NAME[:RATE,RATE]")
@@ -238,7 +240,11 @@ def main() -> int:
         print(again(args))
         return 0
     made = contestants.make(
-        args.contestants, args.max_num_batched_tokens or 2048, args.replica_step, args.told
+        args.contestants,
+        args.max_num_batched_tokens or 2048,
+        args.replica_step,
+        args.told,
+        args.tp,
     )
     made = contestants.known(made)
     if not made:

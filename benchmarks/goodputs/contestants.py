@@ -60,7 +60,11 @@ def limits_of(text: str) -> list[Limits]:
 
 
 def make(
-    names: Sequence[str], step: int, replica_steps: Sequence[int], told: Sequence[Limits]
+    names: Sequence[str],
+    step: int,
+    replica_steps: Sequence[int],
+    told: Sequence[Limits],
+    tps: Sequence[int] = (),
 ) -> list[Contestant]:
     """All contestants; one that is named twice is there twice, against itself.
 
@@ -84,6 +88,7 @@ def make(
     for replica_step in replica_steps:
         plain = EngineSet(PLAIN, replica_step)
         found.append(Contestant(f"{REPLICAS} {replica_step}", plain, local))
+    found += [Contestant(f"TP {tp}", EngineSet(PLAIN, step, tp), local) for tp in tps]
     return _told_apart(found)
 
 

@@ -1,11 +1,11 @@
-"""Sets of engines, one engine a GPU, all of them resident at once; started once for all rounds."""
+"""Sets of engines, all of them resident at once; started once for all rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import engines
@@ -22,13 +22,14 @@ CONNECTORS = {BOTH: engines.OURS, NIXL: engines.VLLM, PLAIN: engines.NONE}
 
 @dataclass(frozen=True)
 class EngineSet:
-    """Engines of a kind, a GPU each; step: tokens of a step at most."""
+    """Engines of a kind; step: tokens of a step at most; tp: GPUs of each."""
 
     kind: str
     step: int
+    tp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.step}"
+        return f"{self.kind} {self.step}" + (f" TP {self.tp}" if self.tp > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,17 @@ class Places:
 
 def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> VllmServer:
     small = engines.SMALL_CACHE if setup.device == "cpu" else ()
+    gpus = places.gpus[number * chosen.tp : (number + 1) * chosen.tp]
     one = Engine(
-        f"{chosen.kind}-{chosen.step}-{number}",
+        f"{chosen.kind}-{chosen.step}-tp{chosen.tp}-{number}",
         CONNECTORS[chosen.kind],
-        gpu=places.gpus[number],
+        gpu=",".join(gpus),
         share=places.share,
         kv_bytes=places.kv_bytes,
         extra=places.extra,
         args=["--max-num-batched-tokens", str(chosen.step), *small],
     )
-    return engines.server(setup, one)
+    return engines.server(replace(setup, tp=chosen.tp), one)
 
 
 def _ready(chosen: EngineSet, servers: Sequence[Server]) -> bool:
@@ -88,7 +90,7 @@ def started(
     """All sets whose engines start.  One after the other where each looks at the memory that is
     free, else at once."""
     made = {
-        chosen: [_server(setup, chosen, places, n) for n in range(len(places.gpus))]
+        chosen: [_server(setup, chosen, places, n) for n in range(len(places.gpus) // chosen.tp)]
         for chosen in sets
     }
     at_once = setup.device == "cpu" or places.kv_bytes > 0
