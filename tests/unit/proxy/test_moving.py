@@ -133,7 +133,11 @@ async def test_a_stream_leaves_an_engine_that_drains(
         await kit.until(lambda: first.num_left == 1, "the first engine to be let go")
         (asked,) = second.calls
         given = {"reuse_from": places} if ahead == READ else kit.kv_params
-        assert asked.body["kv_transfer_params"] == {**given, ANSWER: [1, 2]}
+        assert asked.body["kv_transfer_params"] == {
+            **given,
+            ANSWER: [1, 2],
+            **test_resume.PIECES[path],
+        }
         assert len(first.calls) == 1
         assert len(cluster.prefill[0].calls) == (1 if ahead == READ else 2)
         page = await cluster.metrics()

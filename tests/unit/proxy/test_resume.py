@@ -159,7 +159,27 @@ SPLICES: dict[str, tuple[bytes, bytes, Any]] = {
         says(0, delta={"content": "ab"}, token_ids=[1]),
         says(1, delta={"content": "a"}, token_ids=[1])
         + says(1, delta={"content": "bc"}, token_ids=[2]),
-        {"content": "c"},
+        None,
+    ),
+    "text of a new token that reads like what is left": (
+        calls(0, [1, 2], (0, "name", "f"), (0, "arguments", "{}")),
+        calls(1, [1, 2], (0, "name", "f")) + calls(1, [3], (0, "arguments", "{}")),
+        None,
+    ),
+    "more text without a new token": (
+        says(0, delta={"content": "ab"}, token_ids=[1, 2]),
+        says(1, delta={"content": "abc"}, token_ids=[1]),
+        None,
+    ),
+    "another end": (
+        says(0, delta={"content": "a"}, token_ids=[1], finish_reason="stop"),
+        says(1, delta={"content": "a"}, token_ids=[1], finish_reason="tool_calls"),
+        None,
+    ),
+    "a token after the end": (
+        says(0, delta={"content": "a"}, token_ids=[1], finish_reason="stop"),
+        says(1, delta={"content": "a"}, token_ids=[1]),
+        None,
     ),
     "log probabilities": (
         says(0, delta={"content": "ab"}, token_ids=[1, 2], logprobs={"content": ["A", "B"]}),
@@ -267,9 +287,20 @@ def test_what_an_engine_is_asked() -> None:
     body = {"a": 1, "kv_transfer_params": {"b": 2}}
     assert transcript.asking(body) == {**body, "return_token_ids": True}
     transcript.pass_on(event(0, COMPLETIONS, text="a", token_ids=[4, 5]))
-    params = {"b": 2, "answer_token_ids": [4, 5]}
-    assert transcript.asking(body)["kv_transfer_params"] == params
-    assert transcript.asking({})["kv_transfer_params"] == {"answer_token_ids": [4, 5]}
+    params = {"answer_token_ids": [4, 5], "answer_pieces": [2]}
+    assert transcript.asking(body)["kv_transfer_params"] == {"b": 2, **params}
+    assert transcript.asking({})["kv_transfer_params"] == params
+
+
+def test_a_chats_pieces_go_to_the_next_engine() -> None:
+    """Those of the engine that is further, where one has begun again."""
+    transcript = Transcript(Room(ROOM_BYTES), {}, 0)
+    transcript.pass_on(b"".join(stream(0, CHAT, [ANSWER[:1], ANSWER[1:]])[:2]))
+    assert "answer_pieces" not in transcript.asking({})["kv_transfer_params"]
+    transcript.begin_again()
+    cuts = [ANSWER[:2], ANSWER[2:3], ANSWER[3:6], ANSWER[6:]]
+    transcript.pass_on(b"".join(stream(1, CHAT, cuts)[:4]))
+    assert transcript.asking({})["kv_transfer_params"]["answer_pieces"] == [2, 1, 3]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -315,6 +346,8 @@ def test_what_is_not_resumed(case: str) -> None:
 
 
 WORDS = [[(1, "a")], [(2, "b")], [(3, "c")]]
+PIECES: dict[str, Any] = {CHAT: {}, COMPLETIONS: {"answer_pieces": [2]}}
+"""What goes to the next engine beside the first two: a chat's come one by one."""
 
 
 def answering(
@@ -359,7 +392,8 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
         assert [one.get("commext_resumed") for one in contents(got)][-2:] == [1, None]
         assert got.endswith(DONE)
         (call,) = second.calls
-        assert call.body["kv_transfer_params"] == {**kit.kv_params, "answer_token_ids": [1, 2]}
+        params = {**kit.kv_params, "answer_token_ids": [1, 2], **PIECES[path]}
+        assert call.body["kv_transfer_params"] == params
         assert all("return_token_ids" not in call.body for call in cluster.prefill[0].calls)
         page = await cluster.metrics()
         assert result(Resume.RESUMED) in page

@@ -1,5 +1,6 @@
 """Reasons why streams go on at another decode engine or not, and the check of what it repeats."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -101,15 +102,19 @@ def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
 
 
 class Replay:
-    """The tokens and texts that another engine has still to repeat."""
+    """The tokens and texts that another engine has still to repeat, all of them and no others.
+
+    pieces: number of tokens of each of its events so far.
+    """
 
     def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
         self._ids = list(ids)
-        self._texts = {name: bytes(text) for name, text in texts.items()}
+        self._texts = {name: bytes(text) for name, text in texts.items() if text}
+        self.pieces = array("i")
 
     @property
     def is_over(self) -> bool:
-        return not self._ids and not any(self._texts.values())
+        return not self._ids
 
     @property
     def num_left(self) -> int:
@@ -120,6 +125,8 @@ class Replay:
         if ids[:count] != self._ids[:count]:
             raise DiffersError
         del self._ids[:count]
+        if ids:
+            self.pieces.append(len(ids))
         return ids[count:]
 
     def new_text(self, name: str, text: str) -> str:
@@ -129,3 +136,8 @@ class Replay:
             raise DiffersError
         self._texts[name] = sent[count:]
         return raw[count:].decode()
+
+    def end_event(self, *, has_new_ids: bool, has_new_text: bool) -> None:
+        """Expect new text with new tokens alone, and none to be left where these begin."""
+        if has_new_text and not has_new_ids or self.is_over and any(self._texts.values()):
+            raise DiffersError

@@ -6,7 +6,7 @@ client has, token by token and letter by letter.
 
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.http.sse import DONE
 from vllm_commext.proxy.session.resume import UNKNOWN, DiffersError, Replay, Resume, Room, edited
 
-ANSWER = "answer_token_ids"
+ANSWER, PIECES = "answer_token_ids", "answer_pieces"
 _GROWTH_BYTES = 16 << 10
 _TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
@@ -52,7 +52,15 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Passed(msgspec.Struct):
+    """Events that were passed on unread; pieces: the tokens of each."""
+
+    text: str
+    pieces: list[list[int]]
+
+
 _DECODER = msgspec.json.Decoder(_Event)
+_PASSED = msgspec.json.Decoder(_Passed)
 
 
 class Transcript:
@@ -64,9 +72,10 @@ class Transcript:
         self._room = room
         self._num_taken, self._num_bytes = 0, num_bytes
         self.hides_ids = not body.get("return_token_ids")
-        self._ids = array("i")
+        self._ids, self._pieces = array("i"), array("i")
         self._texts: dict[str, bytearray] = {}
-        self.has_finished, self._num_resumed = False, 0
+        self._end: str | None = None
+        self._num_resumed = 0
         self._replay: Replay | None = None
         self._first: _Event | None = None
         self._field = ""
@@ -84,13 +93,26 @@ class Transcript:
         if self._ids:
             params = body.get("kv_transfer_params") or {}
             asked["kv_transfer_params"] = {**params, ANSWER: self._ids.tolist()}
+            if pieces := self._other_pieces():
+                asked["kv_transfer_params"][PIECES] = pieces
         return asked
+
+    def _other_pieces(self) -> list[int]:
+        """Numbers of tokens that go through the next engine's parsers at a time, empty for one by
+        one: as in the client's events, as vLLM's parsers may answer otherwise to others."""
+        if not self._pieces:
+            return [len(self._ids)]  # of a completion, which has no parser
+        return self._pieces.tolist() if max(self._pieces) > 1 else []
 
     def begin_again(self) -> None:
         self.settle()
         self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
         self._replay, self._renames = Replay(self._ids, self._texts), None
         self._field = ""
+
+    @property
+    def has_finished(self) -> bool:
+        return self._end is not None
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +129,7 @@ class Transcript:
     def trial(self) -> "Transcript":
         """A copy to try another engine's events on."""
         copy = Transcript(Room(_TRIAL_BYTES), {"return_token_ids": not self.hides_ids}, 0)
-        copy._ids, copy._first = self._ids[:], self._first
+        copy._ids, copy._first, copy._end = self._ids[:], self._first, self._end
         copy._texts = {name: text[:] for name, text in self._texts.items()}
         copy.begin_again()
         return copy
@@ -116,24 +138,30 @@ class Transcript:
         """Take in what was passed unread; why the stream is not resumed, or None."""
         if self._raw_ids and self.refusal is None:
             try:
-                told = _DECODER.decode(
-                    b'{"choices":[{"text":"%b","token_ids":[%b]}]}'
-                    % (self._raw_text, self._raw_ids[:-1])
+                passed = _PASSED.decode(
+                    b'{"text":"%b","pieces":[%b]}' % (self._raw_text, self._raw_ids[:-1])
                 )
+                is_noted = self._has_noted(self._choice_of(passed), map(len, passed.pieces))
             except ValueError:
-                told = _Event()
-            for choice in told.choices or ():
-                if self._field != "text":
-                    choice.delta = {self._field: choice.text}
-            if not told.choices or not self._has_noted(told.choices[0]):
+                is_noted = False
+            if not is_noted:
                 self._leave(Resume.NOT_TOLD, b"")
         self._raw_ids.clear()
         self._raw_text.clear()
         return self.refusal
 
+    def _choice_of(self, passed: _Passed) -> _Choice:
+        choice = _Choice(token_ids=[token for piece in passed.pieces for token in piece])
+        if self._field == "text":
+            choice.text = passed.text
+        else:
+            choice.delta = {self._field: passed.text}
+        return choice
+
     def close(self) -> None:
         self._room.give_back(self._num_taken)
-        self._num_taken, self._ids, self._texts, self._replay = 0, array("i"), {}, None
+        self._num_taken, self._ids, self._pieces = 0, array("i"), array("i")
+        self._texts, self._replay = {}, None
         self._field = ""
 
     def pass_on(self, events: bytes) -> bytes:
@@ -163,8 +191,8 @@ class Transcript:
         if b'":' in text:  # perhaps another field
             return None
         self._raw_text += text
-        self._raw_ids += event[first:last]
-        self._raw_ids += b","
+        self._raw_ids += event[first - 1 : last]
+        self._raw_ids += b"],"
         if len(self._raw_ids) + len(self._raw_text) > _MAX_RAW_BYTES:
             self.settle()
         return event[: first - 1] + b"null" + event[last + 1 :] if self.hides_ids else event
@@ -190,7 +218,8 @@ class Transcript:
             return event
         if self._first is None:
             self._first = told
-        if len(told.choices) > 1 or not self._has_noted(choice):
+        pieces = (len(choice.token_ids or ()),)
+        if len(told.choices) > 1 or not self._has_noted(choice, pieces):
             return self._leave(Resume.NOT_TOLD, event)
         self._field = ""
         if choice.finish_reason is not None:
@@ -210,8 +239,9 @@ class Transcript:
         is_object = self._num_resumed and event.endswith(b"}" + _END)
         return event[:-3] + _NOTE % self._num_resumed + _END if is_object else event
 
-    def _has_noted(self, choice: _Choice) -> bool:
-        """Keep a part of an answer; False if it is not known, or has no ids."""
+    def _has_noted(self, choice: _Choice, pieces: Iterable[int] = ()) -> bool:
+        """Keep a part of an answer that came in *pieces*; False if it is not known, or has no
+        ids."""
         ids, delta = choice.token_ids, choice.delta
         try:
             if ids is None:
@@ -220,12 +250,12 @@ class Transcript:
                 self._note_text("text", choice.text)
             else:
                 edited(delta, self._note_text)
+                self._pieces.extend(filter(None, pieces))
             self._ids.extend(ids)
         except UNKNOWN:
             return False
-        if choice.finish_reason is not None:
-            self.has_finished = True
-        self._num_bytes += 4 * len(ids)
+        self._end = choice.finish_reason or self._end
+        self._num_bytes += 8 * len(ids)
         if self._num_bytes > self._num_taken:
             self._take_room()
         return True
@@ -240,7 +270,7 @@ class Transcript:
         return text
 
     def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
-        has_finished = self.has_finished
+        had_finished = self.has_finished
         if choice is None:
             return self._fail(Resume.DIFFERS)
         if choice.token_ids is None:
@@ -252,19 +282,29 @@ class Transcript:
             choice.text = replay.new_text("text", choice.text)
             if choice.delta is not None:
                 choice.delta = edited(choice.delta, replay.new_text)
+            has_text = bool(choice.text or choice.delta)
+            replay.end_event(has_new_ids=bool(choice.token_ids), has_new_text=has_text)
         except (DiffersError, *UNKNOWN):
             return self._fail(Resume.DIFFERS)
-        ends = choice.finish_reason is not None
-        if (ends and not replay.is_over) or not self._has_noted(choice):
+        if self._ends_otherwise(choice, replay) or not self._has_noted(choice):
             return self._fail(Resume.DIFFERS)
         if replay.is_over:
             self._replay = None
+            if choice.delta is not None:
+                self._pieces = replay.pieces
+        ends = choice.finish_reason is not None
         is_told = choice.token_ids and (choice.logprobs or not self.hides_ids)
-        is_new = ends or choice.text or choice.delta or is_told
-        if self.has_failed or has_finished or not is_new:
+        is_new = ends or has_text or is_told
+        if self.has_failed or had_finished or not is_new:
             return b""
         event = self._rewritten(event, choice)
         return self._ended(event) if ends else event
+
+    def _ends_otherwise(self, choice: _Choice, replay: Replay) -> bool:
+        """True where the other engine ends before the client's last token, or not with it."""
+        if not replay.is_over:
+            return choice.finish_reason is not None
+        return self.has_finished and (choice.finish_reason != self._end or bool(choice.token_ids))
 
     def _rewritten(self, event: bytes, choice: _Choice) -> bytes:
         content = decode(event[len(_DATA) :])
