@@ -1,8 +1,6 @@
-"""Prompts that cover what a KV connector must get right, and how many blocks each must make it
-fetch."""
+"""Prompts that cover what a KV connector must get right."""
 
 import random
-from collections.abc import Iterable, Sequence
 
 from vllm_commext.errors import ConfigError
 
@@ -77,41 +75,3 @@ def _draw(rng: random.Random, num_tokens: int) -> Prompt:
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
-
-
-class PrefixCache:
-    """Which blocks a decode engine holds after the requests so far, as vLLM's prefix cache counts
-    them.
-
-    Only whole blocks are cached, and a hit never covers a prompt's last token. Assumes that
-    nothing was evicted.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._held: set[Prompt] = set()
-
-    def blocks_to_fetch(self, prompt: Prompt) -> int:
-        """Blocks of the prompt that the decode engine does not hold yet."""
-        hit = 0
-        while (end := (hit + 1) * self.block_size) < len(prompt) and prompt[:end] in self._held:
-            hit += 1
-        return num_blocks(len(prompt), self.block_size) - hit
-
-    def add(self, prompt: Prompt, generated: Sequence[int]) -> None:
-        """Note a finished request; the KV entry of its last token was never computed."""
-        tokens = (*prompt, *generated[:-1])
-        ends = range(self.block_size, len(tokens) + 1, self.block_size)
-        self._held.update(tokens[:end] for end in ends)
-
-
-def blocks_one_at_a_time(
-    cache: PrefixCache, requests: Iterable[tuple[Prompt, Sequence[int]]]
-) -> int:
-    """Blocks that requests (prompt, generated tokens), sent one after the other, make a decode
-    engine fetch."""
-    total = 0
-    for prompt, generated in requests:
-        total += cache.blocks_to_fetch(prompt)
-        cache.add(prompt, generated)
-    return total

@@ -105,7 +105,6 @@ def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
     Raises ``ConfigError`` for sizes that the model cannot have.
     """
     from tests.kit.demo.chat import ChatScenario
-    from tests.kit.demo.equal_tp import EqualTpScenario
     from tests.kit.demo.scenario import Options
     from tests.kit.demo.split import SplitScenario
 
@@ -114,10 +113,7 @@ def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
     possible = smollm2.TP_SIZES if args.model == smollm2.NAME else TP_SIZES
     if not {*sizes} <= {*possible}:
         raise ConfigError(f"--tp: expected {possible} for {args.model}, got {sizes}")
-    if args.model == smollm2.NAME:
-        return ChatScenario(options)
-    is_plain = KINDS[args.model].model_type == "llama" and sizes[0] == sizes[1]
-    return (EqualTpScenario if is_plain else SplitScenario)(options)
+    return (ChatScenario if args.model == smollm2.NAME else SplitScenario)(options)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

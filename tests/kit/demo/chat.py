@@ -9,7 +9,6 @@ from tests.kit import cluster
 from tests.kit.demo.report import Noise
 from tests.kit.demo.scenario import Scenario
 from tests.kit.parity import Completion, chat_completion
-from tests.kit.prompts import PrefixCache
 from tests.kit.servers import Server
 from tests.kit.smollm2 import write_smollm2
 from vllm_commext.errors import UnsupportedError
@@ -48,7 +47,7 @@ class ChatScenario(Scenario):
     """Questions of one line, and one about a file of some thousand tokens."""
 
     prefill_args = decode_args = (
-        *("--max-model-len", "4096"),
+        *("--max-model-len", "4096", "--no-enable-prefix-caching"),
         *("--num-gpu-blocks-override", "256"),
     )
 
@@ -64,7 +63,7 @@ class ChatScenario(Scenario):
 
     def ask_references(self) -> None:
         self.questions = [*QUESTIONS, f"{LICENSE.read_text()}\n{ABOUT_A_FILE}"]
-        self.noise = Noise((True,) * len(self.questions), ROUNDING, allows_ties=True)
+        self.noise = Noise(ROUNDING, allows_ties=True)
         self.say("starting a single server without this package, for reference")
         size = self.options.decode_tp
         server = cluster.plain_server(
@@ -92,7 +91,7 @@ class ChatScenario(Scenario):
             [one.completion for one in self.expected],
             self.noise,
             ask,
-            self.blocks_needed(PrefixCache(cluster.BLOCK_SIZE)),
+            self.whole_prompts,
         )
         self.claims += [one.claim_equal(self.noise), one.claim_transferred()]
         print(side_by_side(self.questions, self.expected, answers), flush=True)
@@ -103,9 +102,9 @@ class ChatScenario(Scenario):
             "changed (control)",
             decode,
             [answer.completion for answer in self.expected[: len(OTHERS)]],
-            self.noise.of(range(len(OTHERS))),
+            self.noise,
             lambda: [answer.completion for answer in self._ask(proxy, OTHERS)],
-            self.blocks_needed(PrefixCache(cluster.BLOCK_SIZE)),
+            self.whole_prompts,
         )
         self.claims += [one.claim_noticed()]
 

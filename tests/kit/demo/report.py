@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from tests.kit.metrics import Metrics
 from tests.kit.parity import Completion, Difference, compare
 
 PREFIX = "vllm:commext_nixl_"
+BYTES = f"{PREFIX}bytes_total"
 # The largest of a few hundred differences is itself a matter of chance, so twice the largest that
 # the single server shows against itself is allowed. Where it shows none, none is allowed.
 NOISE_MARGIN = 2.0
@@ -20,59 +20,30 @@ NOISE_MARGIN = 2.0
 class Noise:
     """How far the single server is from itself.
 
-    ``agrees``: for each prompt, whether its tokens were the same in both runs.
     ``max_logprob``: largest difference of a logprob, nats.
     ``allows_ties``: another token is as good where the single server finds it as likely, within
     the tolerance.
     """
 
-    agrees: tuple[bool, ...]
-    max_logprob: float
+    max_logprob: float = 0.0
     allows_ties: bool = False
 
     @classmethod
-    def none(cls, num_prompts: int) -> Noise:
-        return cls((True,) * num_prompts, 0.0)
-
-    @classmethod
     def of_rounding(cls, one: Sequence[Completion], other: Sequence[Completion]) -> Noise:
-        found = cls.between(one, other)
-        return cls((True,) * len(found.agrees), found.max_logprob, found.max_logprob > 0)
-
-    @classmethod
-    def between(cls, one: Sequence[Completion], other: Sequence[Completion]) -> Noise:
-        found = [compare(*pair) for pair in zip(one, other, strict=True)]
-        return cls(
-            tuple(difference.tokens_equal for difference in found),
-            max(difference.max_logprob for difference in found),
-        )
+        found = max(compare(*pair).max_logprob for pair in zip(one, other, strict=True))
+        return cls(found, found > 0)
 
     @property
     def tolerance(self) -> float:
         """Nats by which another server's logprobs may differ."""
         return NOISE_MARGIN * self.max_logprob
 
-    def of(self, places: Sequence[int]) -> Noise:
-        return replace(self, agrees=tuple(self.agrees[place] for place in places))
-
     def at_least(self, other: Noise) -> Noise:
-        """The larger one of two noises of the same prompts."""
         return max(self, other, key=lambda noise: noise.max_logprob)
 
-    def compare_all(
-        self, expected: Sequence[Completion], got: Sequence[Completion]
-    ) -> list[Difference]:
-        """Compare another server's answers.
-
-        Where the single server does not agree with itself on a token, only the logprobs up to that
-        token must be within the tolerance.
-        """
-        pairs = zip(expected, got, self.agrees, strict=True)
-        return [self._compare(one, other, agrees) for one, other, agrees in pairs]
-
-    def _compare(self, expected: Completion, got: Completion, agrees: bool) -> Difference:
+    def compare(self, expected: Completion, got: Completion) -> Difference:
         found = compare(expected, got, self.tolerance)
-        excused = not agrees or (self.allows_ties and _first_is_tie(expected, got, self.tolerance))
+        excused = self.allows_ties and _first_is_tie(expected, got, self.tolerance)
         if excused and found.max_logprob <= self.tolerance:
             return replace(found, position=None)
         return found
@@ -88,47 +59,22 @@ def _first_is_tie(expected: Completion, got: Completion, tolerance: float) -> bo
 
 @dataclass(frozen=True)
 class Expected:
-    """What a pass must make the decode engine read.
-
-    ``num_blocks``: None where only the bytes are claimed. ``source``: how the number of bytes is
-    known, where it was not computed beforehand.
-    """
+    """How many bytes a pass must make the decode engine read, and how that is known, where it was
+    not computed beforehand."""
 
     num_bytes: int
-    num_blocks: int | None = None
     source: str = ""
 
 
 @dataclass(frozen=True)
-class Traffic:
-    BYTES: ClassVar[str] = PREFIX + "bytes_total"
-
-    num_blocks: int
-    num_bytes: int
-    num_reads: int
-    seconds: float
-    num_failures: int
-
-    @classmethod
-    def of(cls, added: Metrics) -> Traffic:
-        """From what a pass added to the decode engine's metrics."""
-        return cls(
-            int(added.total(PREFIX + "blocks_total")),
-            int(added.total(cls.BYTES)),
-            int(added.total(PREFIX + "transfer_seconds_count")),
-            added.total(PREFIX + "transfer_seconds_sum"),
-            int(added.total(PREFIX + "failures_total")),
-        )
-
-
-@dataclass(frozen=True)
 class Pass:
-    """Requests sent in one way, and how they compare with the single server's answers."""
+    """Requests sent in one way, how they compare with the single server's answers, and what they
+    added to the decode engine's metrics."""
 
     name: str
     got: Sequence[Completion]
     differences: Sequence[Difference]
-    traffic: Traffic
+    added: Metrics
     expected: Expected
 
     @property
@@ -139,15 +85,17 @@ class Pass:
     def max_logprob(self) -> float:
         return max(difference.max_logprob for difference in self.differences)
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.added.total(BYTES))
+
     def claim_equal(self, noise: Noise) -> Claim:
         first = next((place for place, one in enumerate(self.differences) if not one.equal), None)
         within = f"within {noise.tolerance:.2g} nats" if noise.tolerance else "exactly"
         detail = f"{self.num_equal} of {len(self.got)}, logprobs {within}"
         changed = sum(not one.tokens_equal for one in self.differences if one.equal)
-        if noise.allows_ties and changed:
+        if changed:
             detail += f"; {changed} took another token that was as likely"
-        if not all(noise.agrees):
-            detail += f"; the single server disagrees with itself on {noise.agrees.count(False)}"
         if first is not None:
             detail += (
                 f"; first different: request {first}, a prompt of {len(self.got[first].prompt)} "
@@ -162,19 +110,10 @@ class Pass:
 
     def claim_transferred(self) -> Claim:
         """The decode engine read what these prompts need, no less, no more, without failure."""
-        expected, traffic = self.expected, self.traffic
-        held = traffic.num_bytes == expected.num_bytes > 0
-        detail = f"{traffic.num_bytes:,} bytes, expected {expected.num_bytes:,}"
-        if expected.num_blocks is not None:
-            held = held and traffic.num_blocks == expected.num_blocks
-            detail = (
-                f"{traffic.num_bytes:,} bytes in {traffic.num_blocks} blocks, expected "
-                f"{expected.num_bytes:,} in {expected.num_blocks}"
-            )
-        if expected.source:
-            detail += f": {expected.source}"
-        detail += f"; {traffic.num_failures} failures"
-        held = held and traffic.num_failures == 0
+        expected, failures = self.expected, int(self.added.total(f"{PREFIX}failures_total"))
+        held = self.num_bytes == expected.num_bytes > 0 == failures
+        detail = f"{self.num_bytes:,} bytes, expected {expected.num_bytes:,}"
+        detail += f": {expected.source}" * bool(expected.source) + f"; {failures} failures"
         return Claim(f"{self.name}: the KV cache came over NIXL", held, detail)
 
 
@@ -185,7 +124,7 @@ class Claim:
     detail: str
 
 
-HEADINGS = ("pass", "requests", "tokens", "blocks", "KV bytes", "read ms", "max dlogprob", "equal")
+HEADINGS = ("pass", "requests", "tokens", "KV bytes", "read ms", "max dlogprob", "equal")
 
 
 def table(passes: Sequence[Pass]) -> str:
@@ -199,15 +138,13 @@ def table(passes: Sequence[Pass]) -> str:
 
 
 def _row(one: Pass) -> tuple[str, ...]:
-    traffic = one.traffic
-    milliseconds = 1000 * traffic.seconds / traffic.num_reads if traffic.num_reads else 0.0
+    seconds, num = (one.added.total(f"{PREFIX}transfer_seconds_{end}") for end in ("sum", "count"))
     return (
         one.name,
         str(len(one.got)),
         str(sum(len(completion.token_ids) for completion in one.got)),
-        str(traffic.num_blocks),
-        f"{traffic.num_bytes:,}",
-        f"{milliseconds:.2f}",
+        f"{one.num_bytes:,}",
+        f"{1000 * seconds / num if num else 0.0:.2f}",
         f"{one.max_logprob:.2g}",
         f"{one.num_equal}/{len(one.got)}",
     )

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.kit import cluster
-from tests.kit.demo.report import Claim, Expected, Noise, Pass, Traffic, table, verdict
+from tests.kit.demo.report import BYTES, Claim, Expected, Noise, Pass, table, verdict
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, complete
-from tests.kit.prompts import PrefixCache, Prompt, blocks_one_at_a_time
+from tests.kit.prompts import Prompt, num_blocks
 from tests.kit.servers import ProxyServer, Server, VllmServer, free_port
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
@@ -145,20 +145,18 @@ class Scenario(ABC):
         before = scrape(decode.url)
         got = send()
         reads = needed(got)
-        added = wait_for_added(decode.url, before, Traffic.BYTES, reads.num_bytes)
-        traffic = Traffic.of(added)
-        one = Pass(name, got, noise.compare_all(expected, got), traffic, reads)
-        self.passes.append(one)
-        return one
+        added = wait_for_added(decode.url, before, BYTES, reads.num_bytes)
+        differences = [noise.compare(*pair) for pair in zip(expected, got, strict=True)]
+        self.passes.append(Pass(name, got, differences, added, reads))
+        return self.passes[-1]
 
-    def blocks_needed(self, cache: PrefixCache) -> Callable[[Sequence[Completion]], Expected]:
-        block_bytes = kv_bytes_per_block(self.model, self.options.decode_tp)
-
-        def count(got: Sequence[Completion]) -> Expected:
-            blocks = blocks_one_at_a_time(cache, [(one.prompt, one.token_ids) for one in got])
-            return Expected(blocks * block_bytes, blocks)
-
-        return count
+    def whole_prompts(self, got: Sequence[Completion]) -> Expected:
+        """All blocks of a Llama's prompts on all ranks of the decode engine; ranks that share a KV
+        head hold it each."""
+        heads: int = json.loads((self.model / "config.json").read_text())["num_key_value_heads"]
+        blocks = sum(num_blocks(len(one.prompt), cluster.BLOCK_SIZE) for one in got)
+        token_bytes = kv_bytes_per_token(self.model) * max(heads, self.options.decode_tp) // heads
+        return Expected(blocks * cluster.BLOCK_SIZE * token_bytes)
 
     def keep(self, servers: Sequence[Server]) -> None:
         """Leave the servers up until Ctrl-C, or until one of them ends."""
@@ -195,10 +193,3 @@ def at_once(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         return list(pool.map(ask, range(len(prompts))))
-
-
-def kv_bytes_per_block(model: Path, decode_tp: int) -> int:
-    """Bytes of a block of a Llama on all ranks of a decode engine; ranks that share a KV head
-    hold it each."""
-    heads: int = json.loads((model / "config.json").read_text())["num_key_value_heads"]
-    return kv_bytes_per_token(model) * cluster.BLOCK_SIZE * max(heads, decode_tp) // heads

@@ -12,19 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from tests.kit import cluster
-from tests.kit.demo.report import Expected, Noise, Traffic
+from tests.kit.demo.report import BYTES, Expected, Noise
 from tests.kit.demo.scenario import (
     CONCURRENCY,
     NUM_CONTROLS,
     Options,
     Scenario,
     at_once,
-    kv_bytes_per_block,
     one_at_a_time,
 )
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion
-from tests.kit.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
+from tests.kit.prompts import Prompt, almost_the_same, equal_prompts
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 
@@ -54,7 +53,7 @@ class SplitScenario(Scenario):
             self.say(f"{len(self.prompts)} prompts one at a time, then {CONCURRENCY} at once")
             self.expected = one_at_a_time(server.url, self.prompts)
             many = at_once(server.url, self.prompts)
-        self.quiet = Noise.none(len(self.prompts))
+        self.quiet = Noise()
         if prefill_tp != decode_tp:
             with self.plain_server(prefill_tp) as server:
                 self.say(f"{len(self.prompts)} prompts one at a time")
@@ -80,7 +79,10 @@ class SplitScenario(Scenario):
         )
 
     def send_all(self, proxy: Server, decode: Server) -> None:
-        self.prompt_bytes, self.source = self.bytes_of_a_prompt(proxy, decode)
+        if KINDS[self.options.kind].model_type == "llama":
+            self.needed = self.whole_prompts
+        else:
+            self.needed = self.as_before(proxy, decode)
         passes: list[tuple[str, Noise, Callable[[str, Sequence[Prompt]], list[Completion]]]] = [
             ("one at a time", self.quiet, one_at_a_time),
             (f"{CONCURRENCY} at once", self.busy, at_once),
@@ -97,17 +99,17 @@ class SplitScenario(Scenario):
             )
             self.claims += [one.claim_equal(noise), one.claim_transferred()]
 
-    def bytes_of_a_prompt(self, proxy: Server, decode: Server) -> tuple[int, str]:
-        if KINDS[self.options.kind].model_type == "llama":
-            blocks = num_blocks(PROMPT_TOKENS, cluster.BLOCK_SIZE)
-            return blocks * kv_bytes_per_block(self.model, self.options.decode_tp), ""
+    def as_before(
+        self, proxy: Server, decode: Server
+    ) -> Callable[[Sequence[Completion]], Expected]:
         self.say("one prompt through the proxy, to see how much is read for it")
         before = scrape(decode.url)
         one_at_a_time(proxy.url, [self.first])
-        wait_for_added(decode.url, before, Traffic.BYTES, 1)
+        wait_for_added(decode.url, before, BYTES, 1)
         time.sleep(SETTLE_SECONDS)  # ranks may report in different steps
-        found = int(scrape(decode.url).minus(before).total(Traffic.BYTES))
-        return found, f"as many for each prompt as for the one before, {found:,}"
+        found = int(scrape(decode.url).minus(before).total(BYTES))
+        source = f"as many for each prompt as for the one before, {found:,}"
+        return lambda got: Expected(len(got) * found, source)
 
     def control(self, proxy: Server, decode: Server) -> None:
         """The same comparison must notice that KV cache and states are another prompt's."""
@@ -117,11 +119,8 @@ class SplitScenario(Scenario):
             "changed (control)",
             decode,
             self.expected[:NUM_CONTROLS],
-            self.quiet.of(range(NUM_CONTROLS)),
+            self.quiet,
             lambda: one_at_a_time(proxy.url, changed),
             self.needed,
         )
         self.claims += [one.claim_noticed(), one.claim_transferred()]
-
-    def needed(self, got: Sequence[Completion]) -> Expected:
-        return Expected(len(got) * self.prompt_bytes, source=self.source)
