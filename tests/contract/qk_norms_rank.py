@@ -99,7 +99,23 @@ def by_transformers(rank: int) -> list[torch.Tensor]:
     return outs
 
 
+def by_fused_op(rank: int) -> list[torch.Tensor]:
+    """MiniMax-M2's norms of Q and K in one, which leave V as it is."""
+    from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP, rms_norm_tp
+
+    norms = [MiniMaxText01RMSNormTP(len(weight), EPS) for weight in weights()]
+    for norm, weight in zip(norms, weights(), strict=True):
+        norm.weight.data.copy_(weight.chunk(2)[rank])
+    row = numbers(rank, TOKENS, Q + 2 * KV)
+    q, k, v = MiniMaxText01RMSNormTP.forward_qkv(*norms, row.clone(), Q, KV)
+    assert torch.equal(v, row[:, Q + KV :])
+    bounds.append(rms_norm_tp.MINIMAX_QK_NORM_MAX_TOKEN_NUM)
+    return [q, k]
+
+
+bounds: list[int] = []
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
+    "MiniMax-M2": by_fused_op,
     "OLMoE": by_attention,
     "the Transformers backend": by_transformers,
 }
@@ -132,6 +148,7 @@ def main() -> None:
             }
     from vllm_commext.compat import reduce_rms
 
+    found["bounds"] = bounds
     found["told"] = sorted(reduce_rms._told)
     found["identity"] = reduce_rms.identity()
     torch.distributed.barrier()

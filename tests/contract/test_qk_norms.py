@@ -1,4 +1,5 @@
-"""Our op in vLLM's models whose norms run over rows that tensor parallelism has spread:
+"""Our op in vLLM's models whose norms run over rows that tensor parallelism has spread: the fused
+op of MiniMax-M2 (_MINIMAX_FUSED_AR_RMS_QK, MINIMAX_QK_NORM_MAX_TOKEN_NUM, get_allreduce_workspace),
 OlmoeAttention (`_apply_qk_norm`) and the Transformers backend (RMSNormFuser.fuse,
 TPAwareNormMixin.forward)."""
 
@@ -34,7 +35,7 @@ def test_a_models_norm_gives_the_same_with_the_op(found: Found, model: str) -> N
         pairs = list(zip(mine[model]["outs"], theirs[model]["outs"], strict=True))
         assert pairs
         for got, want in pairs:
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2**-6, atol=1e-6)
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -48,6 +49,7 @@ def test_the_log_and_the_key_of_compiled_graphs_say_which_models_have_it(found: 
     for mine, theirs in zip(found["1"], found["0"], strict=True):
         assert set(mine["told"]) == set(CASES) == set(json.loads(mine["identity"]))
         assert (theirs["told"], theirs["identity"]) == ([], "")
+        assert mine["bounds"] > [1 << 20] > theirs["bounds"] == [2048]
 
 
 def test_the_norm_is_that_of_the_whole_row(found: Found) -> None:

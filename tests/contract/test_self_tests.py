@@ -13,6 +13,7 @@ from tests.contract.vllm_process import ranks
 from tests.kit.ports import free_port
 from tests.kit.untested import ENVIRON, WITHHOLD
 from vllm_commext.allreduce import names
+from vllm_commext.compat.reduce_rms import MODEL
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -69,8 +70,9 @@ def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
         assert each["sums"][0][0] == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
 
 
-@pytest.mark.parametrize(("first", "told"), [("", set(CASES)), (OP, set())])
+@pytest.mark.parametrize(("first", "told"), [("", {*CASES} - {MODEL}), (OP, set())])
 def test_norms(first: str, told: set[str]) -> None:
+    """MiniMax-M2's has no test of its own, and is left to vLLM."""
     environ = {"VLLM_COMMEXT_REDUCE_RMS": "1"}
     both = found("qk_norms_rank.py", str(free_port()), first=first, **environ)
     for each, part in zip(both, wanted(), strict=True):

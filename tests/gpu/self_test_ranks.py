@@ -33,7 +33,7 @@ TOGGLES = {
     "VLLM_COMMEXT_ALLREDUCE_BACKEND": names.PUSH,
     "VLLM_COMMEXT_REDUCE_RMS": "1",
 }
-MODELS = [name for name in CASES if name != "two groups"]  # whose ranks have whole groups
+MODELS = [name for name in CASES if name != reduce_rms.MODEL]  # of the real model's shapes alone
 Figures = dict[str, Any]
 
 

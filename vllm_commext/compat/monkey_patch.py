@@ -46,13 +46,12 @@ _QUEUE = {
 _NORM = {
     "why": "our op replaces vLLM's for QK RMSNorm, and vLLM has no hook for that",
     "guard": "its norm fits; the kernel's compiler is there",
-    "test": "tests/contract/test_reduce_rms.py",
+    "test": "tests/contract/test_qk_norms.py",
     "removal": "vLLM lets a plugin choose the op of a tensor-parallel norm",
 }
 _SPREAD_NORM = {
     **_NORM,
     "guard": "its norm fits, when vLLM imports it; the kernel's compiler is there",
-    "test": "tests/contract/test_qk_norms.py",
 }
 _SUM = {
     "why": "each message goes to the backend measured fastest, for which vLLM has no hook",
