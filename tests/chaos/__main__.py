@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--adaptive", action="store_true", help="requests that the proxy places")
     parser.add_argument(
+        "--talks", action="store_true", help="chats, messages, responses and tool calls, too"
+    )
+    parser.add_argument(
         "--gpus",
         nargs=2,
         default=(),
@@ -91,6 +94,7 @@ def main() -> int:
         streams=args.streams,
         reuse=args.reuse,
         adaptive=args.adaptive,
+        talks=args.talks,
         gpus=tuple(args.gpus),
         args=tuple(served.gpu_options(model) if args.gpus else served.cpu_options(model)),
         proxy_args=tuple(args.proxy_args),

@@ -19,7 +19,7 @@ from tests.chaos.injectors import (
     send_side_channel_garbage,
 )
 from tests.chaos.judge import RIGHT
-from tests.chaos.load import WITHOUT_LOGPROBS, Load, ask, make_prompts
+from tests.chaos.load import MAX_TOKENS, WITHOUT_LOGPROBS, Load, ask, make_prompts
 from tests.chaos.relay import relay_to
 from tests.chaos.schedule import DECODE, PREFILL, Fault
 from tests.chaos.testbed import (
@@ -32,6 +32,7 @@ from tests.chaos.testbed import (
 )
 from tests.kit import cluster
 from tests.kit.parity import Completion, complete, prefill
+from tests.kit.served import ADAPTER, OTHER_ADAPTER
 
 NUM_GARBAGE = 200
 NUM_ABORTS = 6
@@ -40,6 +41,7 @@ NUM_CROWDING, CROWDING_PROMPT, CROWDING_TOKENS = 13, 400, 300
 """Each is let in with its prompt, and grows; three more can run beside them."""
 NUM_DRAINED, DRAINED_TOKENS = 6, 200
 LONGEST_MOVE_SECONDS = 0.4
+NUM_RELOADED = 4
 PREEMPTIONS = "vllm:num_preemptions_total"
 FOREIGN: tuple[Mapping[str, Any], ...] = (
     {"remote_engine_id": "nobody"},
@@ -244,6 +246,25 @@ def _kill_while_moving(*, taker: bool) -> Callable[[Scene], None]:
     return act
 
 
+def _reload_adapter(scene: Scene) -> list[str]:
+    """Between the two steps of a reload an answer is the decode engine's adapter's, or an error."""
+    testbed, problems = scene.testbed, list[str]()
+    if not scene.load.pause():
+        problems.append("requests did not end within their bound")
+    prompts = [scene.reference().prompt for _ in range(NUM_RELOADED)]
+    for name in (OTHER_ADAPTER, ADAPTER):
+        testbed.load_adapter(DECODE, name)
+        alone = partial(complete, testbed.url(DECODE), ADAPTER, max_tokens=MAX_TOKENS)
+        expected = [alone(prompt) for prompt in prompts]
+        for role in (DECODE, PREFILL):
+            testbed.load_adapter(role, name)
+            for right in expected:
+                answer = ask(testbed.proxy_url, right.prompt, extra={"model": ADAPTER})
+                scene.load.note(right, answer)
+    scene.load.go_on()
+    return problems
+
+
 _STALL = TRANSFER_SECONDS + HANDSHAKE_SECONDS
 ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "kill_prefill": _restart(PREFILL, as_another=False),
@@ -268,6 +289,7 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "drain_decode": _drain_decode,
     "kill_drained": _kill_while_moving(taker=False),
     "kill_taker": _kill_while_moving(taker=True),
+    "reload_adapter": _reload_adapter,
     "slow_network": _network(cut=False),
     "cut_network": _network(cut=True),
 }

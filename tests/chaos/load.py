@@ -8,15 +8,17 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 
-from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge, verdict
 from tests.chaos.running import Running
+from tests.chaos.talk import Talk
 from tests.chaos.testbed import BOUND_SECONDS
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import Completion, complete
@@ -30,6 +32,8 @@ NOTHING: Mapping[str, Any] = {}
 SEEDED: Mapping[str, Any] = {"temperature": 0.8}
 """With a seed beside it."""
 MOST = 0.8
+TALKS = 0.4
+"""Of the requests, where there are conversations."""
 NUM_ASKED = 4
 SECONDS_A_TOKEN = 0.15
 """What each more than ``MAX_TOKENS`` may take, beside engines that start."""
@@ -109,6 +113,7 @@ class Load:
     least_seconds: float = BOUND_SECONDS
     pause_seconds: float = 0.0
     salts: bool = False
+    talks: Sequence[Talk] = ()
     running: Running = field(default_factory=Running)
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
@@ -159,14 +164,17 @@ class Load:
 
     def note(self, reference: Completion, answer: Answer) -> str:
         """Judge and count an answer; also for requests that a fault sends itself."""
-        verdict = judge(reference, answer, self.bound_seconds)
+        found = judge(reference, answer, self.bound_seconds)
+        self._count(found, answer.error, lambda: _describe(found, reference, answer))
+        return found
+
+    def _count(self, found: str, error: str, describe: Callable[[], str]) -> None:
         with self._lock:
-            self.verdicts[verdict] += 1
-            if verdict == ERROR:
-                self.errors[_shortened(answer.error)] += 1
-            if verdict in (WRONG, LATE):
-                self.samples.append(_describe(verdict, reference, answer))
-        return verdict
+            self.verdicts[found] += 1
+            if found == ERROR:
+                self.errors[_shortened(error)] += 1
+            if found in (WRONG, LATE):
+                self.samples.append(describe())
 
     def _client(self, number: int) -> None:
         rng = random.Random(self.seed * 1000 + number)
@@ -174,11 +182,13 @@ class Load:
             if not self._go.wait(0.2):
                 continue
             self._busy[number] = 1
-            verdict = self._ask(number, rng) if self._go.is_set() else RIGHT
+            found = self._ask(number, rng) if self._go.is_set() else RIGHT
             self._busy[number] = 0
-            self._stop.wait(self.pause_seconds if verdict == RIGHT else AFTER_ERROR_SECONDS)
+            self._stop.wait(self.pause_seconds if found == RIGHT else AFTER_ERROR_SECONDS)
 
     def _ask(self, number: int, rng: random.Random) -> str:
+        if self.talks and rng.random() < TALKS:
+            return self._talk(number, rng)
         known = rng.choice(self.known)
         stream = rng.random() < (0.5 if self.max_tokens == MAX_TOKENS else MOST)
         extra = {**known.extra, **(WITHOUT_LOGPROBS if stream and rng.random() < 0.5 else {})}
@@ -190,12 +200,37 @@ class Load:
             extra=self.salted(extra),
             max_tokens=num_tokens,
             timeout_seconds=self.bound_seconds,
-            on_begin=lambda told: self.running.begin(number, told["X-Commext-Decode"]),
+            on_begin=partial(self._begin, number),
         )
-        verdict = self.note(first(known.right, num_tokens), answer)
-        why = f": {_shortened(answer.error)}" if verdict == ERROR else ""
-        self.running.end(number, f"{verdict}{why}")
-        return verdict
+        found = self.note(first(known.right, num_tokens), answer)
+        self._end(number, found, answer.error)
+        return found
+
+    def _talk(self, number: int, rng: random.Random) -> str:
+        talk, started = rng.choice(self.talks), time.monotonic()
+        text, error = "", ""
+        try:
+            if rng.random() < 0.5:
+                text = talk.ask_whole(self.url, self.bound_seconds)
+            else:
+                text = talk.ask(self.url, self.bound_seconds, partial(self._begin, number))
+        except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        seconds = time.monotonic() - started
+        found = verdict(text == talk.text, error, seconds, self.bound_seconds)
+        self._count(
+            *(found, error),
+            lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}",
+        )
+        self._end(number, found, error)
+        return found
+
+    def _begin(self, number: int, headers: Mapping[str, str]) -> None:
+        self.running.begin(number, headers["X-Commext-Decode"])
+
+    def _end(self, number: int, found: str, error: str) -> None:
+        why = f": {_shortened(error)}" if found == ERROR else ""
+        self.running.end(number, f"{found}{why}")
 
 
 def _shortened(text: str) -> str:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
 from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
+from tests.chaos.talk import Talk, take_talks, write_options
 from tests.chaos.testbed import BOUND_SECONDS, GPU_ARGS, Testbed, on_gpu
 from tests.kit import cluster
 from tests.kit.parity import complete, prefill
@@ -52,6 +53,7 @@ class Scenario:
         gpus, args, proxy_args: see ``Testbed``.
         max_tokens: with more than ``MAX_TOKENS`` answers are as long as that, and faults come to
             the engine that has most under way; what engines hold is not counted then.
+        talks: chats, messages, responses and tool calls are among the requests.
         name: another model than the tiny one that every other request is for.
         bound_seconds: what a short answer may take.
         max_seconds: from then on no fault begins, and no more requests are waited for.
@@ -77,6 +79,7 @@ class Scenario:
     args: Sequence[str] = ()
     proxy_args: Sequence[str] = ()
     max_tokens: int = MAX_TOKENS
+    talks: bool = False
     name: str = ""
     bound_seconds: float = BOUND_SECONDS
     max_seconds: float = math.inf
@@ -104,7 +107,11 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             kinds = [kind for kind in kinds if not KINDS[kind].needs_streams]
         if not scenario.spares:
             kinds = [kind for kind in kinds if not KINDS[kind].needs_spares]
-        known = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
+        if not scenario.name:
+            kinds = [kind for kind in kinds if not KINDS[kind].needs_adapter]
+        if scenario.talks:
+            scenario = replace(scenario, args=[*scenario.args, *write_options(folder)])
+        answers = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
         testbed = Testbed(
             *(model, folder, link, scenario.policy, scenario.connector, scenario.spares),
             *(scenario.streams, scenario.reuse, scenario.adaptive, scenario.gpus),
@@ -112,13 +119,13 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
         )
         stack.callback(testbed.stop)
         testbed.start()
-        if known is None:
-            known = _answers_of(testbed.url(PREFILL), scenario)
+        known, talks = answers or _answers_of(testbed.url(PREFILL), scenario)
         load = Load(
             *(testbed.proxy_url, known, scenario.seed, scenario.max_tokens),
             least_seconds=scenario.bound_seconds,
             pause_seconds=scenario.pause_seconds,
             salts=scenario.reuse,
+            talks=talks,
         )
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
@@ -135,12 +142,14 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
     return record
 
 
-def _answers_of(url: str, scenario: Scenario) -> list[Known]:
-    prompts = make_prompts(scenario.num_prompts, scenario.seed)
-    return take_references(url, prompts, scenario.max_tokens, scenario.name, seeds=scenario.seeds)
+def _answers_of(url: str, scenario: Scenario) -> tuple[list[Known], list[Talk]]:
+    prompts, name = make_prompts(scenario.num_prompts, scenario.seed), scenario.name
+    known = take_references(url, prompts, scenario.max_tokens, name, seeds=scenario.seeds)
+    number = scenario.num_prompts if scenario.talks else 0
+    return known, take_talks(url, number, scenario.max_tokens, scenario.seed, name)
 
 
-def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> list[Known]:
+def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> tuple[list[Known], list[Talk]]:
     args = [*scenario.args, "--no-enable-prefix-caching"]
     args += GPU_ARGS if scenario.gpus else ()
     environ = on_gpu(scenario.gpus[0]) if scenario.gpus else cluster.PLAIN_ENVIRON

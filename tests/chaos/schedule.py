@@ -19,6 +19,7 @@ class Kind:
         needs_namespace: the prefill engine must be in a network namespace of its own.
         needs_streams: prompts must be read while they are computed.
         needs_spares: another engine has to take over meanwhile.
+        needs_adapter: engines must serve one, with another in its place at hand.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Kind:
     needs_namespace: bool = False
     needs_streams: bool = False
     needs_spares: bool = False
+    needs_adapter: bool = False
 
 
 KINDS = {
@@ -58,6 +60,11 @@ KINDS = {
         Kind("drain_decode", "D is drained under long streams, and comes back", needs_spares=True),
         Kind("kill_drained", "D is killed as streams leave it", needs_spares=True),
         Kind("kill_taker", "D is killed as streams come from one that drains", needs_spares=True),
+        Kind(
+            "reload_adapter",
+            "an adapter is replaced under its name, at D before P, and comes back",
+            needs_adapter=True,
+        ),
         Kind("slow_network", "the link between P and D is throttled", needs_namespace=True),
         Kind("cut_network", "the link between P and D is cut", needs_namespace=True),
     )

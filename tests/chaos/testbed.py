@@ -18,7 +18,8 @@ from tests.chaos.schedule import DECODE, PREFILL
 from tests.kit import CORRUPTING_MODULE, ROOT, cluster, fixed_cache
 from tests.kit.fleet import AdminPort
 from tests.kit.metrics import Metrics, scrape
-from tests.kit.parity import complete
+from tests.kit.parity import complete, post
+from tests.kit.served import ADAPTER
 from tests.kit.servers import CPU_ENVIRON, CUDA_ENVIRON, LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
 from vllm_commext.proxy.engines.choice import KINDS
@@ -42,6 +43,7 @@ ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
 # The CPU kernels keep code for every new shape of a batch, for instance 130 MiB in half a minute of
 # this load on a server without connector: it would hide what the connector holds.
 NO_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+ADAPTERS_COME = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 # One heap for all threads, and large blocks go back to the kernel when they are freed: what is
 # resident is then what is held, but for a few MiB.
 FRUGAL_HEAP = {
@@ -188,6 +190,14 @@ class Testbed:
         if any(COMPILED_LATE in one for one in self.args):
             complete(self._url(engine), cluster.MODEL_NAME, [1, 2, 3, 1, 2, 3], max_tokens=2)
 
+    def load_adapter(self, role: str, folder: str) -> None:
+        """Let a role's engines serve the adapter of another folder beside the model under its
+        name."""
+        path = str(self.model.parent / folder)
+        body = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
+        for url in self.urls(role):
+            post(f"{url}/v1/load_lora_adapter", body)
+
     def metrics(self, role: str) -> Metrics:
         return scrape(self.url(role))
 
@@ -321,7 +331,7 @@ class Testbed:
         args += ["--enable-prefix-caching" if caches else "--no-enable-prefix-caching", *self.args]
         if self.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
-        environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP}
+        environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP, **ADAPTERS_COME}
         if does_damage:
             environ["PYTHONPATH"] = str(ROOT)
         if self.gpus:

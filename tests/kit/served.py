@@ -16,7 +16,8 @@ from tests.kit.tiny_quantized import pack_experts, quantize_llama
 NUM_FAVOURED = 4
 FP8_CACHE = ("--kv-cache-dtype", "fp8")
 FP8_WEIGHTS = ("--quantization", "fp8_per_tensor")
-ADAPTER = "adapter"
+ADAPTER, OTHER_ADAPTER = "adapter", "other-adapter"
+"""The one that is served, and one in the same folder that can take its place."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _choosing_all(model: Path) -> None:
 
 
 def _with_adapter(model: Path) -> None:
-    write_lora(model.parent / ADAPTER, model, seed=0)
+    for seed, name in enumerate((ADAPTER, OTHER_ADAPTER)):
+        write_lora(model.parent / name, model, seed)
 
 
 OFFLOADING = {
