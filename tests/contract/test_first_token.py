@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
@@ -275,18 +274,6 @@ def test_a_whole_prefix_hit_loads_nothing_and_releases(make_core: MakeCore) -> N
     assert decode.worker.computed["b"] == [8, 9]
 
 
-@EACH_POLICY
-def test_a_load_that_fails_without_a_first_token_is_the_policys(
-    make_core: MakeCore, policy: str
-) -> None:
-    prefill, decode = make_core("kv_producer"), make_core("kv_consumer", policy=policy)
-    decode.worker.fails = lambda request_id: True
-    params = prefilled(prefill, PROMPT, seed=1)
-    got = answered(decode, "r", PROMPT, params, max_tokens=2, seed=1)
-    assert (got.finish_reason == FinishReason.ERROR) == (policy == "fail")
-    assert decode.ways == {FirstToken.SEEDED: 1}
-
-
 def test_a_request_whose_answer_or_client_has_ended_releases_the_prefill_engine(
     make_core: MakeCore,
 ) -> None:
@@ -353,18 +340,6 @@ def test_a_token_that_may_not_be_the_answers_is_not_used(
         assert got.tokens[0] == next_token(prompt)
     assert decode.ways == {way: len(names)}
     assert decode.worker.computed[names[0]][0] >= LENGTH - 1
-
-
-def test_images_and_sessions_go_the_usual_way() -> None:
-    own = first_token.Sampler("d", 9, None)
-    item = MultiModalFeatureSpec(None, "image", "one", PlaceholderRange(2, 3))
-    for change in ({"mm_features": [item]}, {"resumable": True}, {"prompt_token_ids": None}):
-        request = request_of("r", PROMPT)
-        request.append_output_token_ids(5)
-        assert first_token.offer(own, request)[0] == 5
-        for name, value in change.items():
-            setattr(request, name, value)
-        assert first_token.offer(own, request) == (-1, "")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,15 @@
 
 import dataclasses
 import functools
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import vllm
-from packaging.version import Version
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
-    SupportsHMA,
 )
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
@@ -30,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_commext import plugin
 from vllm_commext.compat import kv_connector
 from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
@@ -41,11 +34,6 @@ from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
 from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
 from vllm_commext.nixl.pipeline import ONE_STAGE
 from vllm_commext.nixl.vllm_cache import groups_of, needs_zeroed_blocks
-
-VLLM = Version(vllm.__version__.split("+")[0])
-SINCE = {"supports_sleep_mode": Version("0.33")}
-"""Methods that older versions neither have nor call."""
-OWN = {"scheduler_side", "worker_side"}
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(
@@ -70,52 +58,6 @@ def vllm_config(**extra: Any) -> VllmConfig:
         kv_connector_extra_config=extra,
     )
     return VllmConfig(kv_transfer_config=transfer)
-
-
-def overridden() -> list[str]:
-    return [
-        name
-        for name, member in vars(CommextNixlConnector).items()
-        if not name.startswith("_") and name not in OWN and callable(_function(member))
-    ]
-
-
-def _function(member: Any) -> Any:
-    return getattr(member, "__func__", member)
-
-
-def test_nothing_abstract_is_left() -> None:
-    assert CommextNixlConnector.__abstractmethods__ == frozenset()
-    assert issubclass(CommextNixlConnector, SupportsHMA)
-
-
-def test_the_registered_name_is_the_class_name() -> None:
-    plugin.register()
-    found = KVConnectorFactory.get_connector_class_by_name("CommextNixlConnector")
-    assert found.__name__ == "CommextNixlConnector"
-    assert found is CommextNixlConnector
-
-
-def test_the_module_path_leads_to_the_same_class() -> None:
-    config = vllm_config().kv_transfer_config
-    assert config is not None
-    assert KVConnectorFactory.get_connector_class(config) is CommextNixlConnector
-
-
-@pytest.mark.parametrize("name", overridden())
-def test_a_method_is_one_of_vllms_and_is_called_the_same_way(name: str) -> None:
-    base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
-    if name in SINCE:
-        assert (base is not None) == (SINCE[name] <= VLLM), "the row of SINCE is wrong"
-        if base is None:
-            return
-    assert base is not None, f"{name} is not a method of vLLM {VLLM}"
-    ours = inspect.signature(getattr(CommextNixlConnector, name)).parameters
-    theirs = inspect.signature(base).parameters
-    assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
-    assert isinstance(inspect.getattr_static(CommextNixlConnector, name), classmethod) == (
-        isinstance(inspect.getattr_static(KVConnectorBase_V1, name, None), classmethod)
-    )
 
 
 def test_the_parallelism_of_a_default_configuration_is_one() -> None:
@@ -179,30 +121,6 @@ def test_states_inside_of_prompts_are_refused_on_cpus() -> None:
     check(num_prefill_checkpoint_blocks=1)
     with pytest.raises(UnsupportedError, match="start with --no-enable-prefix-caching"):
         check(mamba_cache_mode="align", num_prefill_checkpoint_blocks=1)
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
-def test_mamba2_on_cpus_gives_one_state_a_request() -> None:
-    """Why the connector refuses such models there; where this fails, it need not any more."""
-    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
-
-    length, heads, width, size = 12, 8, 64, 16
-    (x, dt), (keys, queries) = torch.rand(2, length, heads, width), torch.rand(2, length, 1, size)
-    states = mamba_chunk_scan_combined_varlen(
-        x,
-        dt[..., 0].contiguous(),
-        -torch.ones(heads),
-        keys,
-        queries,
-        chunk_size=8,
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        cu_chunk_seqlens=torch.tensor([0, 8, length], dtype=torch.int32),
-        last_chunk_indices=torch.tensor([1]),
-        seq_idx=torch.zeros(2, dtype=torch.int32),
-        out=torch.empty_like(x),
-        return_intermediate_states=True,
-    )
-    assert len(states) == 1  # two chunks, two states: what is asked for
 
 
 def test_states_are_not_copied_to_the_host() -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.contract.scheduler_engine import (
 )
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
-from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots, first_nonces
+from vllm_commext.nixl.prefill.fence import first_nonces
 from vllm_commext.nixl.requests import Hold
 
 MakeEngine = Callable[..., Engine]
@@ -73,38 +72,6 @@ def test_a_prefilled_request_is_kept_and_described(
     assert engine.step() == StepMetadata()
 
 
-def test_no_two_prefills_get_the_same_fence_in_this_start_or_another(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = partial(FenceSlots, num_slots=NUM_SLOTS)
-    monkeypatch.setattr("vllm_commext.nixl.prefill.prefills.FenceSlots", few)
-    engine, later = make_engine("kv_producer"), make_engine("kv_producer")
-    assert len(engine.fence_key) == KEY_BYTES
-    assert engine.fence_key != later.fence_key
-    seen: list[tuple[int, str]] = []
-    for number in range(2 * NUM_SLOTS + 1):
-        request = request_of(f"r{number}", TO_PREFILL, [1, 2])
-        request.status = FINISHED[0]
-        request.num_computed_tokens = 2
-        engine.connector.on_new_request(request)
-        kept, params = engine.connector.request_finished(request, [1])
-        assert kept
-        seen.append((params["remote_fence_slot"], params["remote_fence_nonce"]))
-        engine.report(finished_sending={request.request_id})
-    assert [slot for slot, _ in seen] == [*range(NUM_SLOTS), *range(NUM_SLOTS), 0]
-    assert len({nonce for _, nonce in seen}) == len(seen)
-
-
-def test_only_blocks_with_computed_tokens_are_offered(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_producer")
-    request = request_of("r", TO_PREFILL)
-    engine.prefill(request)
-    engine.manager.allocate_slots(request, 8)
-    assert len(engine.block_ids(request)) == 6
-    _, params = engine.finish(request, FINISHED[0])
-    assert params["remote_block_ids"] == [engine.block_ids(request)[:4]]
-
-
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED])
 def test_an_aborted_prefill_is_not_kept(make_engine: MakeEngine, status: RequestStatus) -> None:
     engine = make_engine("kv_producer")
@@ -114,12 +81,17 @@ def test_an_aborted_prefill_is_not_kept(make_engine: MakeEngine, status: Request
     assert engine.step() == StepMetadata()
 
 
-def test_an_ordinary_request_is_left_alone(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_both")
-    for number, params in enumerate([None, {}]):
-        request = request_of(f"r{number}", params)
-        assert engine.schedule(request)[1] == 0
-        assert engine.finish(request, FINISHED[0]) == (False, None)
+@pytest.mark.parametrize(
+    ("role", "params"),
+    [("kv_both", None), ("kv_both", {}), ("kv_producer", "decode"), ("kv_consumer", TO_PREFILL)],
+)
+def test_what_is_not_for_this_engine_is_left_alone(
+    make_engine: MakeEngine, role: str, params: Any
+) -> None:
+    engine = make_engine(role)
+    request = request_of("r", to_decode() if params == "decode" else params)
+    assert engine.schedule(request)[1] == 0
+    assert engine.finish(request, FINISHED[0]) == (False, None)
     assert engine.step() == StepMetadata()
 
 
@@ -167,95 +139,6 @@ def test_blocks_are_kept_from_the_arrival_until_the_load(make_engine: MakeEngine
     assert step.waits == []
     engine.connector.on_new_request(request_of("bad", {"do_remote_prefill": True}))
     assert engine.step() == StepMetadata()
-
-
-def test_an_abort_before_scheduling_releases_only(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_consumer")
-    request = request_of("r", to_decode())
-    engine.connector.on_new_request(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    assert engine.connector.request_finished(request, []) == (False, None)
-    (load,) = engine.step().loads
-    assert (load.awaited, load.block_ids) == (False, [])
-    assert load.remote.request_id == "there"
-
-
-def test_an_abort_during_the_load_adds_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_consumer")
-    request = request_of("r", to_decode())
-    engine.schedule(request)
-    assert len(engine.step().loads) == 1
-    assert engine.finish(request, RequestStatus.FINISHED_ABORTED) == (False, None)
-    assert engine.step() == StepMetadata()
-
-
-@pytest.mark.parametrize("num_warm", [0, 8])
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [({"remote_port": None}, "remote_port"), ({"remote_block_ids": None}, "remote_block_ids")],
-)
-def test_bad_parameters_become_a_load_that_fails(
-    make_engine: MakeEngine, change: dict[str, Any], word: str, num_warm: int
-) -> None:
-    engine = make_engine("kv_consumer")
-    if num_warm:
-        warm(engine, num_warm)
-    request = request_of("r", to_decode(**change))
-    assert engine.schedule(request) == (num_warm, 14 - num_warm)
-    (load,) = engine.step().loads
-    assert load.awaited
-    assert load.remote is None
-    assert word in load.refusal
-    assert load.block_ids == engine.block_ids(request)[num_warm // BLOCK :]
-
-
-def test_an_abort_with_bad_parameters_asks_for_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_consumer")
-    request = request_of("r", to_decode(remote_port=None))
-    engine.connector.on_new_request(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    assert engine.connector.request_finished(request, []) == (False, None)
-    assert engine.step() == StepMetadata()
-
-
-def test_a_producer_does_not_load(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_producer")
-    request = request_of("r", to_decode())
-    assert engine.schedule(request) == (0, 0)
-    assert engine.finish(request, FINISHED[0]) == (False, None)
-    assert engine.step() == StepMetadata()
-
-
-def test_a_consumer_does_not_keep(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_consumer")
-    request = request_of("r", TO_PREFILL)
-    engine.prefill(request)
-    assert engine.finish(request, FINISHED[0]) == (False, None)
-    assert engine.step() == StepMetadata()
-
-
-def test_late_blocks_stay_out_of_the_real_pool_until_settled(make_engine: MakeEngine) -> None:
-    engine = make_engine("kv_consumer")
-    warm(engine, 8)
-    num_free = engine.num_free
-    request = request_of("r", to_decode())
-    engine.schedule(request)
-    blocks = list(engine.manager.get_blocks("r").blocks[0])
-    engine.step()
-    engine.report(kv_connector_worker_meta=WorkerMetadata(late={"r"}))
-    assert engine.step().given_up == ["r"]
-    assert engine.step() == StepMetadata()
-    engine.report(finished_recving={"r"})
-    engine.manager.free(request)
-    assert [block.ref_cnt for block in blocks] == [1] * len(blocks)
-    assert engine.num_free == num_free - len(blocks)
-    pool = engine.manager.block_pool
-    others = pool.get_new_blocks(engine.num_free)
-    assert not set(map(id, others)) & set(map(id, blocks))
-    pool.free_blocks(others)
-    engine.report(kv_connector_worker_meta=WorkerMetadata(settled={"r": 1}))
-    assert [block.ref_cnt for block in blocks] == [0] * len(blocks)
-    assert engine.num_free == num_free
 
 
 def test_a_load_that_ended_in_the_same_step_is_not_given_up(make_engine: MakeEngine) -> None:

@@ -35,7 +35,6 @@ from tests.contract.scheduled_core import (
     NUM_TOKENS,
     Core,
     answer_to,
-    free,
     request_of,
     written,
 )
@@ -171,16 +170,6 @@ def test_an_engine_that_only_prefills_does_nothing_of_it(make: MakeEngine) -> No
     assert producer.core.scheduler.defer_block_free is False
 
 
-def test_of_answers_that_begin_alike_the_longest_common_one_is_read(make: MakeEngine) -> None:
-    owner, reader = make(), make()
-    others = [[*PROMPT, 5, 6, 7], PROMPT, PROMPT[:9]]
-    for number, prompt in enumerate(others):
-        owner.core.add(request_of(f"old-{number}", prompt, max_tokens=MOST))
-    turn_until(owner.core, lambda: len(owner.core.answer("old-1").tokens) > SO_FAR)
-    assert goes_on(reader, owner) == WHOLE
-    assert reader.core.worker.computed["new"][0] == NUM_BLOCKS * BLOCK
-
-
 def test_the_longest_answer_counts_and_who_is_gone_does_not(make: MakeEngine) -> None:
     short, long, gone = make(), answering(make), make("kv_both")
     gone.core.close()
@@ -231,44 +220,13 @@ def wait_for_answer(reader: Engine) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        ({"salt": "a"}, {"salt": "b"}),
-        ({"salt": "a"}, {}),
-        ({}, {"salt": "b"}),
-        ({"lora": "a"}, {}),
-        ({"lora": "a"}, {"lora": "b"}),
-        ({"lora": "a", "path": "/first"}, {"lora": "a", "path": "/second"}),
-        ({"lora": "a"}, {"salt": "a"}),
-    ],
-)
-def test_no_tenant_finds_anothers_blocks(
-    make: MakeEngine, own: dict[str, str], other: dict[str, str]
-) -> None:
-    owner, reader = make(), make()
-    request = changed(request_of("old", PROMPT, max_tokens=MOST), own)
-    request.num_computed_tokens = len(PROMPT)
-    request.append_output_token_ids([WHOLE[0]])
-    pool = owner.core.scheduler.kv_cache_manager.block_pool
-
-    class Running(list[Any]):
-        def blocks_of(self, _: Any) -> Any:
-            return pool.blocks[1:5]
-
-    owner.side._reuse.note_step(Running([request]))
-    assert len(offers_of(owner)) == 3
-    for params, num_found in ((own, 3), (other, 0)):
-        names = names_of(reader, [*PROMPT, 7, 8, 9], **params)
-        assert len(offers_of(owner).find(names).block_ids) == num_found
-
-
-def test_a_salt_is_asked_for_end_to_end(make: MakeEngine) -> None:
+@pytest.mark.parametrize("tenant", ["salt", "lora"])
+def test_no_tenant_finds_anothers_blocks(make: MakeEngine, tenant: str) -> None:
     owner = make()
-    owner.ask("old", PROMPT, salt="a")
-    for salt, num_loads in (("b", 0), ("a", 1)):
+    owner.ask("old", PROMPT, **{tenant: "a"})
+    for other, num_loads in (({}, 0), ({tenant: "b"}, 0), ({tenant: "a"}, 1)):
         reader = make()
-        goes_on(reader, owner, salt=salt)
+        goes_on(reader, owner, **other)
         assert len(reader.loads) == num_loads
 
 
@@ -401,43 +359,3 @@ def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
             num_told += len(run.block_ids)
             writes.tell(run)
     assert min(num_told, writes.num_reused, num_preempted) > 100
-
-
-@IS_ASYNC
-def test_under_eviction_every_block_on_offer_holds_what_its_name_says(
-    make: MakeEngine, is_async: bool
-) -> None:
-    """Many answers, one after the other, that begin alike."""
-    owner = make(is_async=is_async, num_blocks=24)
-    dice, writes, num_seen = random.Random(3), Writes(owner), 0
-    check_offers(owner, writes)
-    for number in range(60):
-        prompt = [dice.randrange(3) for _ in range(dice.randrange(4, 40))]
-        owner.ask(f"r{number}", prompt, max_tokens=dice.randrange(2, 8))
-        run = offers_of(owner).find(names_of(owner, prompt))
-        num_seen += len(run.block_ids)
-        writes.tell(run)
-        assert [int(owner.table.generations[one]) for one in run.block_ids] == run.generations
-        turn_until(owner.core, lambda: not owner.core.scheduler.requests)
-        assert free(owner.core) == 23
-    assert min(num_seen, writes.num_reused) > 100
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "here",
-        {"host": HOST},
-        [{"host": HOST, "port": 0}],
-        [{"host": HOST, "port": 1, "more": 1}],
-        [{"host": HOST, "port": "1"}],
-        [{"host": HOST, "port": 1}] * 17,
-    ],
-)
-def test_what_names_no_engine_is_computed_here(make: MakeEngine, place: Any) -> None:
-    reader = make()
-    params = {"answer_token_ids": WHOLE[:SO_FAR], "reuse_from": place}
-    reader.core.add(request_of("new", PROMPT, params, max_tokens=MOST))
-    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
-    assert reader.core.answer("new").tokens == WHOLE
-    assert reader.side.engine.client._thread is None

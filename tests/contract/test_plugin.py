@@ -132,12 +132,6 @@ def test_vllms_name_stands_for_ours_where_that_is_wanted(wanted: str, module: st
     assert (under_vllms == under_ours) == (wanted == "1")
 
 
-def test_a_refused_connector_is_refused_under_vllms_name_too() -> None:
-    done = python(WITHOUT_NIXL + LOOK, VLLMS_NAME, **ALIAS)
-    assert done.returncode != 0
-    assert f"{NAME} was asked for by name and cannot run: NIXL is not installed" in done.stderr
-
-
 def test_strict_stops_vllm_where_a_capability_is_refused() -> None:
     done = python(WITHOUT_NIXL + LOOK, VLLM_COMMEXT_STRICT="1")
     assert done.returncode != 0

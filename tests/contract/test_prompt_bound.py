@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.scheduler_engine import TO_PREFILL, Engine, request_of, to_decode
 from vllm_commext.nixl.metadata import StepMetadata
-from vllm_commext.nixl.prefill import prefills
-from vllm_commext.nixl.wire import messages as wire
 
 MakeEngine = Callable[..., Engine]
 PROMPT = list(range(14))
@@ -145,101 +141,11 @@ def test_a_request_for_the_prompts_logprobs_computes_the_prompt_and_releases(
     assert (load.awaited, load.refusal) == (False, "")
 
 
-@st.composite
-def inputs_of_a_request(draw: st.DrawFn) -> dict[str, Any]:
-    """Few values, so that equal ones are common."""
-    inputs: dict[str, Any] = {
-        "tokens": draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)),
-        "cache_salt": draw(st.sampled_from([None, "a"])),
-    }
-    name = draw(st.sampled_from(["", "a"]))
-    if name:
-        inputs["lora_request"] = adapter(name)
-    place = draw(st.sampled_from([-1, 0, 4]))
-    if place >= 0:
-        inputs["mm_features"] = [image("one", place)]
-    return inputs
-
-
-def kv_depends_on(inputs: dict[str, Any], num_tokens: int) -> tuple[Any, ...]:
-    lora = inputs.get("lora_request")
-    items = [(one.identifier, one.mm_position) for one in inputs.get("mm_features", [])]
-    return (
-        inputs["tokens"][:num_tokens],
-        inputs["cache_salt"],
-        lora.lora_name if lora else "",
-        [(name, place) for name, place in items if place.offset < num_tokens],
-    )
-
-
-@given(st.lists(inputs_of_a_request(), min_size=2, max_size=4), st.randoms())
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_mixed_up_parameters_are_used_exactly_where_the_kv_cache_is_the_same(
-    make_engine: MakeEngine, requests: list[dict[str, Any]], dice: Any
-) -> None:
-    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
-    returned = [
-        prefilled(prefill, request_of(f"there{number}", TO_PREFILL, **inputs))
-        for number, inputs in enumerate(requests)
-    ]
-    places = list(range(len(requests)))
-    dice.shuffle(places)
-    for number, place in enumerate(places):
-        asked, computed = requests[number], requests[place]
-        num_tokens = returned[place]["remote_num_tokens"]
-        same = num_tokens <= len(asked["tokens"]) and kv_depends_on(
-            asked, num_tokens
-        ) == kv_depends_on(computed, num_tokens)
-        said = refusal(decode, request_of(f"here{number}", returned[place], **asked))
-        assert (said == "") == same, (asked, computed, said)
-
-
 @pytest.fixture
 def secret(tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "secret"
     path.write_text("x" * 32)
     return {"side_channel_secret_file": str(path)}
-
-
-ALTERED: dict[str, Any] = {
-    "remote_engine_id": "q",
-    "remote_request_id": "another",
-    "remote_host": "127.0.0.2",
-    "remote_port": 5601,
-    "remote_block_ids": [[9, 8, 7, 6]],
-    "remote_num_tokens": 13,
-    "tp_size": 2,
-    "remote_incarnation": "another",
-    "remote_computed_at": 1 << 50,
-    "remote_fence_slot": 1,
-    "remote_fence_nonce": "0" * 16,
-    "remote_prompt": {"tokens": "0" * 64},
-    "remote_first_token": 6,
-    "remote_sampling": "0123 greedy, too",
-    "remote_seal": "0" * 64,
-    "remote_protocol": 3,
-}
-
-
-UNPROVEN = {"do_remote_prefill", "do_remote_decode", "transfer_mode"}
-
-
-def test_with_a_secret_no_parameter_can_be_altered(
-    make_engine: MakeEngine, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = make_engine("kv_producer", **secret), make_engine("kv_consumer", **secret)
-    monkeypatch.setattr(prefills, "offer", lambda own, request: (5, "0123 greedy"))
-    params = prefilled(prefill, request_of("there", TO_PREFILL))
-    assert set(params) - set(ALTERED) == UNPROVEN
-    assert refusal(decode, request_of("r", params)) == ""
-    reordered = dict(reversed(params.items()))
-    assert refusal(decode, request_of("reordered", reordered)) == ""
-    for name, value in ALTERED.items():
-        assert "altered" in refusal(decode, request_of(name, {**params, name: value})), name
-        without = {key: old for key, old in params.items() if key != name}
-        assert refusal(decode, request_of(f"no {name}", without)), name
 
 
 def test_a_secret_on_one_side_alone_is_named(
@@ -320,13 +226,3 @@ def test_nothing_is_sent_to_version_0_2_where_a_secret_is_asked_for(
 ) -> None:
     decode = make_engine("kv_consumer", **secret)
     assert "carry no proof" in refusal(decode, request_of("r", of_version_0_2()))
-
-
-def test_the_versions_refuse_each_other_with_one_remedy() -> None:
-    """A frame as 0.2.0 sends it, and ours as 0.2.0 sees it."""
-    old = b"\x86\xa4kind\xa8describe\xa5magic\xaccommext-nixl\xa7version\x03"
-    old += b"\xa9engine_id\xa1e\xa7tp_rank\x00\xa8consumer\xa1d"
-    with pytest.raises(Exception, match="protocol 4.*protocol 3.*install the same vllm-commext"):
-        wire.decode_request(old)
-    assert b"\xa7version\x04" in wire.encode(wire.Refused(reason="r"))
-    assert b"\xa7version\x04" in wire.encode(wire.DescribeRequest(engine_id="e", tp_rank=0))

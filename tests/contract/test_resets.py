@@ -213,14 +213,6 @@ def test_blocks_elsewhere_are_trusted_only_after_a_short_pause(
     assert (core.worker.computed["d"][0] == 0) == (seconds > 0)
 
 
-def test_a_pause_without_anything_to_do_takes_no_steps(make_core: MakeCore) -> None:
-    core = make_core("kv_both")
-    core.add(request_of("r", PROMPT, max_tokens=2))
-    core.run("r")
-    core.pause(PauseState.PAUSED_ALL)
-    assert not core.scheduler.has_requests()
-
-
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

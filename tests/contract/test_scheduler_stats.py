@@ -152,21 +152,6 @@ def hold(side: SchedulerSide, name: str) -> Any:
     return side._prefills._states[name]
 
 
-def test_blocks_of_a_late_load_wait_for_the_workers_of_all_stages() -> None:
-    side = scheduler_side(free_port(), tp_size=2, pp_size=3)
-    freed: list[Any] = []
-    pool: Any = SimpleNamespace(touch=lambda blocks: None, free_blocks=freed.extend)
-    side.bind_block_pool(pool)
-    begin_load(side, "r", blocks=("block",))
-    side.note_outcomes(set(), set(), WorkerMetadata(late={"r"}))
-    side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 5}))
-    assert freed == []
-    side.note_outcomes(set(), set(), WorkerMetadata(settled={"r": 1}))
-    assert freed == ["block"]
-    assert side.engine.wakeup._num_workers == 6
-    side.close()
-
-
 def test_workers_of_all_stages_are_described_under_their_numbers() -> None:
     side = scheduler_side(free_port(), tp_size=2, pp_size=2)
     described = {

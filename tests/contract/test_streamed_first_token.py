@@ -149,18 +149,6 @@ def test_what_cannot_be_used_is_computed_here(
     assert decode.ways == {way: 1}
 
 
-def test_what_more_than_the_token_follows_from_is_not_asked_for(
-    make_core: MakeCore, channel: Channel, decode: Core
-) -> None:
-    begin(decode, channel, max_tokens=3, logprobs=1)
-    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    for _ in range(20):
-        decode.turn()
-    assert prompts_of(decode)._asker.take_tokens() == {}
-    end_load(decode)
-    assert decode.ways == {FirstToken.LOGPROBS: 1}
-
-
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_without_a_first_token_is_the_policys(
     make_core: MakeCore, channel: Channel, decode: Core, policy: str

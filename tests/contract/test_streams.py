@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,17 +332,3 @@ def test_an_engine_that_streams_nothing_says_what_to_set(
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert "stream_chunks" in told[0].refusal
-
-
-def test_names() -> None:
-    """``SimpleNamespace`` stands for vLLM's steps in the unit tests: they have these names."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    step = SchedulerOutput.make_empty()
-    stand_in = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=step.scheduled_cached_reqs,
-        num_scheduled_tokens={},
-        preempted_req_ids=None,
-    )
-    assert vars(stand_in).keys() <= vars(step).keys()

@@ -3,13 +3,11 @@ what a client is told is, to the byte but for times, what a plain server tells i
 fields."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,53 +205,6 @@ def test_an_answer_in_one_piece_is_that_of_one_server(servers: Servers, kind: st
     }
     wait_for_added(servers.decode.url, before, FIRST_TOKENS, at_least=1)
     check_source(scrape(servers.decode.url).minus(before), way)
-
-
-def signal_each(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        os.kill(pid, number)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a chat with token ids",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("echo", "a chat with usage")),
-    ],
-)
-def test_how_tokens_are_cut_into_events_makes_no_difference(servers: Servers, kind: str) -> None:
-    """A server that stood still while tokens came writes them as one event."""
-    path, changes, _ = KINDS[kind]
-    body, request_id = body_of(path, changes), uuid.uuid4().hex
-    whole = told(servers.plain, path, body, request_id)
-    front, *engine = servers.plain.pids()
-    look = canonical if path == COMPLETIONS else tokens_and_first
-    for number in range(1, 11):
-        seconds = 0.2 * number  # for what may be one of many that want the processors
-        try:
-            signal_each(engine, signal.SIGSTOP)
-            with asked(servers.plain, path, body, request_id) as answer:
-                time.sleep(seconds)  # the engine has the request, and no token has come
-                signal_each([front], signal.SIGSTOP)
-                signal_each(engine, signal.SIGCONT)
-                time.sleep(seconds)
-                signal_each([front], signal.SIGCONT)
-                cut = Told("", answer.read())
-        finally:
-            signal_each([front, *engine], signal.SIGCONT)
-        assert look(cut) == look(whole)
-        if len(cut.events) < body["max_tokens"] // 2:  # the whole one's may have come together, too
-            return
-    raise AssertionError("expected fewer events of a server that stood still")
-
-
-@pytest.mark.parametrize(
-    "length", [1, 2, cluster.BLOCK_SIZE, cluster.BLOCK_SIZE + 1, CHUNK_TOKENS, 3 * CHUNK_TOKENS + 5]
-)
-def test_a_prompt_of_any_length(servers: Servers, length: int) -> None:
-    dice = random.Random(length)
-    prompt = [dice.randrange(32, 127) for _ in range(length)]
-    check(servers, COMPLETIONS, body_of(COMPLETIONS, {"prompt": prompt, **CONTINUOUS}))
 
 
 def test_a_drawn_first_token_is_the_prefill_servers(servers: Servers) -> None:

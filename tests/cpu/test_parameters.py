@@ -7,10 +7,7 @@ load, so that every answer can be compared: one that came from another prompt's 
 """
 
 import json
-import socket
-import uuid
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from tests.cpu.router_requests import ROUTERS, text_of
 from tests.kit import cluster
 from tests.kit.crossed import crossed
 from tests.kit.metrics import scrape
-from tests.kit.parity import PREFILL_PARAMS, compare, complete, post
+from tests.kit.parity import PREFILL_PARAMS, compare, post
 from tests.kit.servers import Server
 from vllm_commext.nixl.wire.params import read_params, write_params
 
@@ -70,16 +67,6 @@ def test_another_requests_blocks_cannot_be_named(servers: Servers) -> None:
     assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
     for prompt in (one, two):
         assert compare(expected[prompt], servers.decoded(prompt, None), ATOL).equal
-
-
-def test_another_salt_is_another_prompt(servers: Servers) -> None:
-    prompt = new_prompt()
-    expected, params = servers.reference(prompt), servers.prefilled(prompt)
-    start = len(servers.decode.log_text())
-    extra = {"kv_transfer_params": params, "cache_salt": "tenant"}
-    got = complete(servers.decode.url, cluster.MODEL_NAME, prompt, extra=extra)
-    assert compare(expected, got, ATOL).equal
-    assert "cache_salt" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
 
 
 # What a request may ask for that a router or the connector has to mind: path, body, and the blocks
@@ -278,38 +265,3 @@ def test_with_a_secret_a_router_may_not_write_another_host(servers: Servers) -> 
     got = servers.decoded(prompt, {**params, "remote_host": "localhost"})
     assert compare(expected, got, ATOL).equal
     assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
-
-
-def test_with_a_secret_a_router_may_not_name_another_place_for_a_stream(servers: Servers) -> None:
-    """The decode server asks nobody there, and recomputes; a place that the prefill server has
-    named it asks, and reads what that computes."""
-    place = {
-        name: value
-        for name, value in servers.prefilled(new_prompt(8)).items()
-        if name in ("remote_host", "remote_port", "remote_place_seal")
-    }
-    with socket.create_server(("127.0.0.1", 0)) as elsewhere, ThreadPoolExecutor(1) as pool:
-        elsewhere.setblocking(False)
-        for wrong, num_blocks in (
-            ({"remote_host": "localhost"}, 0),
-            ({"remote_port": elsewhere.getsockname()[1]}, 0),
-            ({"remote_place_seal": ""}, 0),
-            ({}, 4),
-        ):
-            prompt = new_prompt()
-            expected, key = servers.reference(prompt), {"stream_key": uuid.uuid4().hex}
-            before, start = scrape(servers.decode.url), len(servers.decode.log_text())
-            to_prefill = {"kv_transfer_params": {**PREFILL_PARAMS, **key}}
-            model, url = cluster.MODEL_NAME, servers.prefill.url
-            computing = pool.submit(complete, url, model, prompt, max_tokens=1, extra=to_prefill)
-            params = {"do_remote_prefill": True, "do_remote_decode": False, **key, **place, **wrong}
-            got = servers.decoded(prompt, params)
-            assert computing.result().token_ids == got.token_ids[:1]
-            assert compare(expected, got, ATOL).equal
-            if not num_blocks:
-                log, words = servers.decode, "expected remote_place_seal to prove"
-                assert words in log.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
-            name = BLOCKS if num_blocks else FAILURES
-            assert servers.added(before, name, at_least=1).total(BLOCKS) == num_blocks
-        with pytest.raises(BlockingIOError):
-            elsewhere.accept()

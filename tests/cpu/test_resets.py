@@ -277,21 +277,6 @@ def test_a_load_that_is_under_way_while_weights_change_is_not_used(
     servers.check_new()
 
 
-def test_what_d_has_cached_is_computed_anew_after_its_caches_are_cleared(servers: Servers) -> None:
-    prompt = servers.telling_prompt(LENGTHS[1])
-    expected = servers.expected(prompt)
-    assert_same(expected, servers.asked(servers.decode, prompt))
-    for again in (False, True):
-        if again:
-            servers.call(servers.decode, "pause")
-            servers.call(servers.decode, "resume")
-        before = scrape(servers.decode.url)
-        assert_same(expected, servers.asked(servers.decode, prompt))
-        moved = added(servers.decode, before, COMPUTED, at_least=len(prompt))
-        cached = moved.total(COMPUTED, source="local_cache_hit")
-        assert (cached == 0) == again, moved
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 @pytest.mark.parametrize("clears", [True, False], ids=["clears", "clears nothing"])

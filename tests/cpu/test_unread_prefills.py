@@ -17,9 +17,9 @@ import pytest
 
 from tests.kit import cluster
 from tests.kit.crossed import crossed
-from tests.kit.metrics import Metrics, scrape
+from tests.kit.metrics import scrape
 from tests.kit.parity import complete, tls
-from tests.kit.refused_bodies import CHAT_REFUSED, REFUSED, TOO_MANY
+from tests.kit.refused_bodies import CHAT_REFUSED, REFUSED
 from tests.kit.servers import ProxyServer, Server, VllmServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -27,7 +27,6 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 NIXL = "vllm:commext_nixl_"
 FREE_SECONDS = 30.0
 """Half a lease: what is free by then has been released."""
-KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 NUM_LEAVING = 200
 
 
@@ -163,66 +162,10 @@ def test_clients_that_leave_at_any_moment_leave_nothing(servers: Servers, num_wo
     assert num_answered < NUM_LEAVING // 2
 
 
-def released(servers: Servers, release: Any) -> Metrics:
-    before = scrape(servers.prefill.url)
-    own = {"max_tokens": 1, "kv_transfer_params": {"release": release}}
-    answer = sent("POST", servers.prefill.url + COMPLETIONS, json=body_of(COMPLETIONS, own))
-    assert answer.status_code == 200, answer.text
-    deadline = time.monotonic() + 60
-    while True:
-        moved = scrape(servers.prefill.url).minus(before)
-        num = [
-            moved.total(f"{NIXL}{name}_total") for name in ("released_requests", "unknown_releases")
-        ]
-        if sum(num) or time.monotonic() > deadline:
-            return moved
-        time.sleep(0.05)
-
-
-def kept(servers: Servers) -> tuple[str, dict[str, Any]]:
-    """A prefill's key and parameters."""
-    key = secrets.token_hex(16)
-    own = {"kv_transfer_params": {**KEEP, "prefill_key": key}, "max_tokens": 7, "min_tokens": 3}
-    answer = sent("POST", servers.prefill.url + COMPLETIONS, json=body_of(COMPLETIONS, own)).json()
-    assert answer["usage"]["completion_tokens"] == 1, "a prefill with a key ends with one token"
-    return key, answer["kv_transfer_params"]
-
-
-def test_a_release_frees_what_its_key_names_once_and_nothing_else(servers: Servers) -> None:
-    (key, params), (other, _) = kept(servers), kept(servers)
-    forged = [params["remote_request_id"], params["remote_fence_nonce"], other[::-1], "", 3, None]
-    moved = released(servers, forged)
-    assert moved.total(f"{NIXL}unknown_releases_total") == len(forged)
-    assert servers.held() == 2
-    moved = released(servers, [key, key, key])
-    assert moved.total(f"{NIXL}released_requests_total") == 1
-    assert moved.total(f"{NIXL}unknown_releases_total") == 2
-    assert released(servers, [other]).total(f"{NIXL}released_requests_total") == 1
-    servers.frees_all()
-
-
 @pytest.mark.parametrize("release", ["x", 7, {}, [[[]]], [{"a": 1}], [1.5], True, ["0" * 9999]])
 def test_a_release_that_is_none_is_harmless(servers: Servers, release: Any) -> None:
     own = {"kv_transfer_params": {"release": release}}
     assert complete(servers.prefill.url, cluster.MODEL_NAME, [1, 2, 3], extra=own).token_ids
-
-
-def test_a_stream_that_is_refused_has_no_event(servers: Servers) -> None:
-    """Also one whose like have begun ahead of the decode server, and prompts of several chunks."""
-    for num_words in (20, 80):
-        for _ in range(3):
-            body = body_of(COMPLETIONS, {"stream": True}, num_words)
-            answer = sent("POST", servers.proxy.url + COMPLETIONS, json=body)
-            assert answer.text.endswith("data: [DONE]\n\n")
-        for changes in ({"max_tokens": TOO_MANY}, {"stop_token_ids": ["x"]}):
-            body = body_of(COMPLETIONS, {"stream": True, **changes}, num_words)
-            one, other = (
-                sent("POST", server.url + COMPLETIONS, json=body)
-                for server in (servers.plain, servers.proxy)
-            )
-            assert (other.status_code, other.json()) == (one.status_code, one.json())
-            assert one.status_code == 400
-    servers.frees_all()
 
 
 MESSAGE = {"model": cluster.MODEL_NAME, "messages": [{"role": "user", "content": "hello there"}]}
