@@ -1,11 +1,13 @@
-"""A prefill engine's worker in a process of its own, which tells what it is and waits."""
+"""A prefill engine's worker in a process of its own, which reads from another engine where it is
+to, tells what it is, and waits."""
 
+import json
 import os
 import signal
 import sys
 
-from tests.cpu.nixl_agents.harness import BLOCK_SIZE, DESCRIPTION, STREAM, Engine, Rank
-from vllm_commext.nixl.requests import Chunk
+from tests.cpu.nixl_agents.harness import BLOCK_SIZE, DESCRIPTION, STREAM, Engine, Rank, load_of
+from vllm_commext.nixl.requests import Chunk, RemoteRequest
 
 
 def begin_prompt(engine: Engine, num_blocks: int) -> None:
@@ -19,7 +21,7 @@ def begin_prompt(engine: Engine, num_blocks: int) -> None:
 
 
 def main() -> None:
-    engine_id, incarnation, *numbers = sys.argv[1:]
+    engine_id, incarnation, wanted, *numbers = sys.argv[1:]
     seed, num_blocks, num_heads, size, index, port, num_computed = map(int, numbers)
     engine = Engine(
         engine_id,
@@ -34,6 +36,10 @@ def main() -> None:
     )
     if engine.publisher is not None:
         begin_prompt(engine, num_computed)
+    if wanted:
+        told = json.loads(wanted)
+        remote = RemoteRequest(**{**told, "block_ids": (tuple(*told["block_ids"]),)})
+        assert not engine.load(load_of(incarnation, remote, [5])).failed
     # In one piece, with a line of its own: NIXL writes to the same output.
     os.write(1, f"\n{DESCRIPTION}{os.getpid()} {engine.description.hex()}\n".encode())
     signal.pause()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tests.kit import forked
 from tests.kit.servers import free_port
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.requests import Hold, RemoteRequest
 
 PROGRAM = Path(__file__).with_name("prefill_process.py")
 MODULES = ("torch", "numpy", "msgspec", "zmq")
@@ -40,7 +42,7 @@ class PeerProcess:
     """A prefill worker in its own process, which can be stopped, continued and killed; its side
     channel, where it ``serves`` one, is in this process, so that it answers all the while, or with
     ``whole`` in its own, so that it ends with it.  Of a prompt, ``num_computed`` blocks are
-    computed."""
+    computed.  It ``reads`` a remote request first."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class PeerProcess:
         serve: bool = True,
         whole: bool = False,
         num_computed: int = 0,
+        reads: RemoteRequest | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = uuid.uuid4().hex
@@ -63,7 +66,8 @@ class PeerProcess:
         self.memory = memory_of(seed, 3, num_blocks, stride_bytes)
         numbers = (seed, num_blocks, num_heads, rank.size, rank.index, self.port if whole else 0)
         numbers += (num_computed,)
-        arguments = [engine_id, self.incarnation, *map(str, numbers)]
+        wanted = json.dumps(asdict(reads)) if reads else ""
+        arguments = [engine_id, self.incarnation, wanted, *map(str, numbers)]
         program = {"code": PROGRAM.read_text(), "arguments": arguments}
         reader, writer = os.pipe()
         with os.fdopen(reader) as output:

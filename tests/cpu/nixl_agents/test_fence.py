@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.nixl_agents.harness import assert_fails, expected_after, load_of, same
-from vllm_commext.nixl.prefill.fence import KEY_BYTES, NUM_SLOTS, FenceSlots
+from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots
 from vllm_commext.nixl.requests import Hold
 
 pytestmark = pytest.mark.timeout(300)
@@ -105,17 +105,6 @@ def test_a_lease_that_ran_out_is_noticed(pair: Pair, log_lines: Lines) -> None:
     assert_refused(pair, "r", remote, log_lines, "came later than kv_lease_duration")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"fence_nonce": 0}, {"fence_nonce": (1 << 64) - 1}, {"fence_slot": 2}, {"incarnation": "x"}],
-)
-def test_altered_parameters_are_refused(
-    pair: Pair, log_lines: Lines, change: dict[str, Any]
-) -> None:
-    assert_refused(pair, "r", pair.remote("x", **change), log_lines)
-    assert_reads(pair, "y", pair.remote("y"))
-
-
 @pytest.mark.parametrize("tells", [True, False])
 def test_parameters_from_before_a_restart_of_the_same_engine(
     make_engine: MakeEngine, log_lines: Lines, tells: bool
@@ -146,22 +135,6 @@ def test_parameters_without_a_fence_are_read_with_a_warning_where_the_user_wants
     decode.load(load_of("r", prefill.remote("x", [9]), [7]))
     assert decode.outcomes.failed == set()
     assert [line for line in log_lines.messages if "dropped remote_fence_slot" in line]
-
-
-def test_a_read_before_the_worker_hears_of_the_hold_is_right(pair: Pair) -> None:
-    """The scheduler frees nothing that its worker has not reported, so the read is safe."""
-    slot, nonce = pair.take("x")
-    remote = pair.prefill.remote("x", [9], fence_slot=slot, fence_nonce=nonce)
-    pair.decode.load(load_of("r", remote, [7]))
-    assert pair.decode.outcomes.failed == set()
-    pair.prefill.thread.submit(Hold("x", 600.0, slot, nonce))
-    pair.wait_freed("x")
-    assert pair.prefill.tables.fences.nonces[slot] != nonce
-
-
-def test_a_slot_that_the_peer_does_not_have(pair: Pair, log_lines: Lines) -> None:
-    load = load_of("r", pair.remote("x", fence_slot=NUM_SLOTS), [7])
-    assert_fails(pair.decode, load, "request", log_lines, "remote_fence_slot")
 
 
 def test_more_fences_than_cells(make_engine: MakeEngine) -> None:

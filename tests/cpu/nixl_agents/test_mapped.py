@@ -271,4 +271,6 @@ def streamed(make_engine: MakeEngine) -> Iterator[tuple[Prefill, Decode]]:
 
 
 def test_chunks_are_read_while_the_prompt_is_computed(streamed: tuple[Prefill, Decode]) -> None:
-    check_chunk_by_chunk(*streamed, "mapped_bytes")
+    check_chunk_by_chunk(*streamed)
+    recorded = streamed[1].engine.recorded
+    assert recorded["mapped_bytes"] == recorded["bytes"] > recorded["hidden_bytes"] > 0

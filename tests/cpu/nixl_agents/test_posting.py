@@ -1,6 +1,5 @@
 """Reads that NIXL gets in pieces."""
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cpu.nixl_agents.harness import HOST, expected_after, load_of, same, wait_until
+from tests.cpu.nixl_agents.harness import HOST, wait_until
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs
@@ -27,22 +26,6 @@ def test_the_threads_waits_end_when_they_should(make_engine: MakeEngine) -> None
     """As far as Linux says; a wait of 50 us lasts twice as long else."""
     slack = Path(f"/proc/{make_engine('d', seed=2).thread._thread.native_id}/timerslack_ns")
     wait_until(lambda: int(slack.read_text()) == 1000, "the thread to begin")
-
-
-def test_a_read_of_several_pieces_arrives_to_the_byte(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(posting, "MAX_DESCRIPTORS", 7)
-    prefill = make_engine("p", seed=1, num_blocks=40, serve=True)
-    decode = make_engine("d", seed=2, num_blocks=40)
-    dice = random.Random(3)
-    local, remote = dice.sample(range(40), 33), dice.sample(range(40), 33)
-    pairs = list(zip(local, remote, strict=True))
-    expected = expected_after(decode.memory, prefill.memory, pairs)
-    outcomes = decode.load(load_of("r", prefill.remote("p", remote), local))
-    assert outcomes.failed == set()
-    assert same(decode.memory, expected)
-    assert decode.recorded["descriptors"] == 3 * 33
 
 
 class Looped:

@@ -106,14 +106,6 @@ def test_a_load_that_fails_releases_at_once(
     wait_until(lambda: nothing_left(decode), "the end of all transfers")
 
 
-def test_a_refused_load_releases_at_once(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    prefill.thread.submit(Hold("x", 600.0))
-    decode.load(load_of("r", prefill.remote("x", [1]), [1], refusal="not wanted"))
-    prefill.wait(lambda: "x" in prefill.collect().sent)
-    assert decode.outcomes.failed == {"r"}
-
-
 def test_a_wrong_number_of_ranks_releases_every_rank(make_engine: MakeEngine) -> None:
     decode = make_engine("d", seed=2, num_heads=MODEL_HEADS)
     for named in (1, 4):

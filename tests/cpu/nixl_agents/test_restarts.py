@@ -5,14 +5,9 @@ reads from."""
 from __future__ import annotations
 
 import gc
-import json
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -21,16 +16,12 @@ from typing import Any
 import pytest
 
 from tests.cpu.nixl_agents.harness import (
-    BOUND_SECONDS,
-    STRIDE_BYTES,
-    Engine,
     assert_works,
     free_port,
-    memory_of,
     wait_until,
 )
+from tests.cpu.nixl_agents.ranks import PeerProcess
 from tests.kit.memory import heap_bytes
-from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.requests import Hold
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 MakeEngine = Callable[..., Any]
 ROOT = Path(__file__).parents[3]
 LONG = bool(os.environ.get("COMMEXT_TEST_LONG"))
-NUM_RESTARTS, NUM_BEFORE = (50, 12) if LONG else (12, 3)
+NUM_RESTARTS, NUM_BEFORE = (50, 12) if LONG else (8, 3)
 """In all, and until NIXL and the interpreter have allocated most of what they use again: long tests
 look at heaps, which take longest for that; others at what is counted."""
 CLOSE_WAIT = "08"
@@ -50,85 +41,6 @@ heap, by the mean.  Measured: -17 to 17 KiB in NIXL and UCX, whose pools grow, b
 FEW = 5
 """Threads and file descriptors that NIXL and the interpreter may have got late; a leak has one for
 each restart."""
-
-
-class Peer:
-    """A peer in the spawner's care, as the survivor sees it."""
-
-    engine_id = "peer"
-    rank = Rank(1, 0)
-    remote = Engine.remote
-
-    def __init__(self, spawner: Spawner, incarnation: str, port: int) -> None:
-        self.incarnation = incarnation
-        self.port = port
-        self.memory = memory_of(7, 3, 24, STRIDE_BYTES)
-        self._spawner = spawner
-        self._pid = int(spawner.wait(f"{incarnation} pid "))
-
-    def serve(self) -> None:
-        """Once it has read from the survivor, let it answer on its side channel."""
-        self._spawner.wait(f"{self.incarnation} ready")
-        os.kill(self._pid, signal.SIGUSR1)
-        self._spawner.wait(f"{self.incarnation} serving")
-
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{self._pid}").exists(), "the peer's end")
-
-
-class Spawner:
-    """The program ``spawner.py``."""
-
-    def __init__(self) -> None:
-        self._program = subprocess.Popen(
-            [sys.executable, "-m", "tests.cpu.nixl_agents.spawner"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._seen: list[str] = []
-        self._port = free_port()
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def start(self, survivor: Any, incarnation: str) -> Peer:
-        """Fork a peer, which begins to read from the survivor."""
-        wanted = asdict(survivor.remote(incarnation, [3]))
-        wanted["block_ids"] = wanted["block_ids"][0]
-        told = {"port": self._port, "incarnation": incarnation, "wanted": wanted}
-        self._program.stdin.write(json.dumps(told) + "\n")
-        self._program.stdin.flush()
-        return Peer(self, incarnation, self._port)
-
-    def wait(self, beginning: str) -> str:
-        """Wait for an event; the rest of its line."""
-        found: list[str] = []
-        wait_until(
-            lambda: (
-                bool(found.extend(one for one in self._seen if one.startswith(beginning)))
-                or bool(found)
-            ),
-            f"{beginning!r} among {self._seen[-4:]}",
-        )
-        return found[0].removeprefix(beginning)
-
-    def close(self) -> None:
-        self._program.kill()
-        self._program.wait(BOUND_SECONDS)
-
-    def _follow(self) -> None:
-        assert self._program.stdout is not None
-        for line in self._program.stdout:
-            if line.startswith("event: "):
-                self._seen.append(line.removeprefix("event: ").strip())
-
-
-@pytest.fixture
-def spawner() -> Iterator[Spawner]:
-    made = Spawner()
-    yield made
-    made.close()
 
 
 def held(survivor: Any) -> dict[str, int]:
@@ -180,42 +92,34 @@ def num_half_closed() -> int:
     return sum(row[3] == CLOSE_WAIT and f"socket:[{row[9]}]" in own for row in rows)
 
 
-def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(
-    make_engine: MakeEngine, spawner: Spawner
-) -> None:
+def test_a_peer_that_is_restarted_many_times_leaves_nothing_behind(make_engine: MakeEngine) -> None:
     gc.collect()  # agents of earlier tests hold threads and descriptors
     survivor = make_engine("survivor", seed=2, serve=True, backend_params={"num_threads": "4"})
-    following = spawner.start(survivor, "start-0")
+    port = free_port()
     kinds: list[dict[str, int]] = []
     heap: list[int] = []
     blocks: list[int] = []
     for number in range(NUM_RESTARTS + 1):
-        peer = following
-        peer.serve()
-        survivor.thread.submit(Hold(peer.incarnation, 600.0))
-        survivor.wait(lambda name=peer.incarnation: name in survivor.collect().sent)
-        if LONG and number >= NUM_BEFORE:  # only one peer is there
-            gc.collect()
-            heap.append(heap_bytes())
-        # The next one starts and reads meanwhile: that takes longest.
-        following = spawner.start(survivor, f"start-{number + 1}")
-        assert_works(survivor, peer, f"read-{number}")
-        if number in (NUM_BEFORE, NUM_RESTARTS):
-            spawner.wait(f"start-{number + 1} ready")
-            if kinds:
+        name = f"start-{number}"
+        survivor.thread.submit(Hold(name, 600.0))
+        reads = survivor.remote(name, [3])
+        with PeerProcess("peer", seed=7, port=port, whole=True, reads=reads) as peer:
+            survivor.wait(lambda name=name: name in survivor.collect().sent)
+            assert_works(survivor, peer, f"read-{number}")
+            if number == NUM_RESTARTS:
                 most = allowed(kinds[0])
                 wait_until(
                     lambda most=most: all(n <= most[kind] for kind, n in held(survivor).items()),
                     f"{held(survivor)} to be at most {most}",
                 )
-            else:
+            if number == NUM_BEFORE:
                 wait_until(lambda: not num_half_closed(), "NIXL to close what it had to")
                 kinds.append(held(survivor))
-            gc.collect()
-            blocks.append(sys.getallocatedblocks())
-        if number < NUM_RESTARTS:
-            peer.kill()
+            if LONG and number >= NUM_BEFORE:
+                gc.collect()
+                heap.append(heap_bytes())
+                blocks.append(sys.getallocatedblocks())
     assert kinds[0]["peers"] == kinds[0]["connections"] == kinds[0]["agents"] == 1
     if LONG:
         assert each_leaves(heap) <= MAX_BYTES
-        assert blocks[1] - blocks[0] <= (NUM_RESTARTS - NUM_BEFORE) * MAX_BLOCKS
+        assert blocks[-1] - blocks[0] <= (NUM_RESTARTS - NUM_BEFORE) * MAX_BLOCKS

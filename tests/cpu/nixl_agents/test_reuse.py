@@ -114,17 +114,6 @@ def test_a_block_that_is_used_again_while_it_is_read_fails_the_load(
     assert reader.recorded["failures"] == {"expired": 1}
 
 
-def test_other_blocks_may_be_used_again_meanwhile(owner: Owner, reader: Any) -> None:
-    names = owner.offer([9, 2, 5])
-    remote = owner.remote("once", names)
-    expected = expected_after(reader.memory, owner.engine.memory, [(0, 9), (4, 2), (1, 5)])
-    for block in (1, 3, 8, 10):
-        owner.overwrite(block)
-    reader.load(load_of("r", remote, [0, 4, 1]))
-    assert "r" not in reader.outcomes.failed
-    assert same(reader.memory, expected)
-
-
 @pytest.mark.parametrize("kind", ["no table there", "no table here"])
 def test_what_cannot_be_proven_is_not_read(
     make_engine: MakeEngine, kind: str, log_lines: pytest.LogCaptureFixture
@@ -141,13 +130,6 @@ def test_generations_that_are_not_one_a_block_are_refused(
 ) -> None:
     remote = owner.engine.remote("once", [3, 1], generations=generations)
     assert_fails(reader, load_of("r", remote, [0, 2]), "request", log_lines, "generation for each")
-
-
-def test_a_restarted_engine_has_none_of_what_was_found(owner: Owner, reader: Any) -> None:
-    names = owner.offer([9, 2])
-    remote = replace(owner.remote("once", names), incarnation="another start")
-    reader.load(load_of("r", remote, [0, 4]))
-    assert "r" in reader.outcomes.failed
 
 
 def test_more_blocks_than_cells_wait_for_their_turn(owner: Owner, reader: Any) -> None:

@@ -20,11 +20,10 @@ from tests.cpu.nixl_agents.harness import (
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
 from tests.cpu.nixl_agents.simulation import Cluster
-from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill
+from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill, check_chunk_by_chunk
 from tests.kit.crossed import crossed
 from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
 from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
-from vllm_commext.errors import CommextError
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.transfer_thread import GiveUp
 
@@ -67,17 +66,7 @@ def compute(prefill: Prefill, decode: Decode, begin: int, end: int) -> None:
 
 
 def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode) -> None:
-    assert prefill.add("r", 1) == Handover.STREAMED
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    for number in range(NUM_CHUNKS):
-        stop = 2 * (number + 1)
-        wait_until(lambda stop=stop: decode.has(prefill.right, 0, stop), f"chunk {number}")
-        assert decode.is_untouched_but(2 * (number + 1))
-        assert "d" not in decode.engine.collect().received or number == NUM_CHUNKS - 1
-        if number + 1 < NUM_CHUNKS:
-            prefill.compute("r", number + 1)
-    assert decode.wait("d") == ""
+    check_chunk_by_chunk(prefill, decode)
     recorded = decode.engine.recorded
     # All but the last chunk, whose block is filled by half and read whole.
     assert recorded["hidden_bytes"] * len(BLOCKS) == recorded["bytes"] * (len(BLOCKS) - 2)
@@ -227,22 +216,6 @@ def test_a_chunk_that_does_not_arrive_is_given_up_and_settles(
     decode.engine.wait(lambda: decode.engine.collect().settled == {"d"})
 
 
-def test_the_prefill_engine_says_no_for_a_reason(make_engine: Make) -> None:
-    prefill = Prefill(make_engine, num_rows=1)
-    decode = Decode(make_engine, prefill.engine.port)
-    try:
-        assert prefill.add("long", 1, num_tokens=16 * 64 + 1) == Handover.NO_ROOM
-        assert prefill.add("r", 2) == Handover.STREAMED
-        assert prefill.add("more", 3) == Handover.NO_ROOM
-        prefill.producer.note_finish(prefill.states["r"])
-        for name, number in (("d1", 1), ("d2", 2), ("d3", 3)):
-            answer = decode.ask(name, number)
-            assert isinstance(answer, CommextError)
-            assert "'p'" in str(answer)
-    finally:
-        decode.close()
-
-
 def test_a_decode_engine_that_streams_nothing_says_so(
     prefill: Prefill, make_decode: Callable[..., Decode]
 ) -> None:
@@ -254,8 +227,7 @@ def test_a_decode_engine_that_streams_nothing_says_so(
     assert decode.is_untouched_but(0)
 
 
-@pytest.mark.parametrize("num_computed", [2, 6])
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize(("fault", "num_computed"), crossed(["kill", "stop"], [2, 6]))
 def test_a_prefill_process_that_ends_or_stops_in_mid_prompt(
     make_engine: Make, fault: str, num_computed: int
 ) -> None:
@@ -295,57 +267,47 @@ LATENT: Model = (Group("full", (Attention(1, 5, latent=True),) * 3),)
 SIZES = ((1, 1), (1, 2), (2, 1), (4, 2), (2, 4))
 
 
-def dense_case(sizes: tuple[int, int]) -> Case:
-    """Two requests of several chunks; blocks of 4 tokens there and of 6 here, the second one's
-    first two blocks here already."""
-    dice = random.Random(str(sizes))
-    prefill = Engine(sizes[0], 0, (4,), (1,))
-    decode = Engine(sizes[1], 0, (6,), (3,), order="LBNHC", padding=1)
-    spans = [Span(41, 41, (0,), (0,)), Span(37, 37, (2,), (0,))]
-    return case_of(DENSE, prefill, decode, spans, dice)
-
-
-def mixed_case(sizes: tuple[int, int]) -> Case:
-    """Of the first group only what the window still needs is left at the end."""
-    dice = random.Random(f"mixed {sizes}")
-    prefill = Engine(sizes[0], 0, (4, 4, 4), (1, 1, 1))
-    decode = Engine(sizes[1], 0, (4, 6, 8), (2, 3, 2), order="LHBNC", padding=3)
-    spans = [
-        Span(41, 41, (9, 0, 0), (8, 0, 0)),
-        Span(37, 37, (9, 4, 3), (9, 0, 0)),
-        Span(24, 24, (6, 0, 0), (6, 0, 0)),
-    ]
-    return case_of(MIXED, prefill, decode, spans, dice)
-
-
-def hybrid_case(sizes: tuple[int, int]) -> Case:
-    """States, which are there at the end alone; of the last prompt only they are missing."""
-    dice = random.Random(f"hybrid {sizes}")
-    prefill = Engine(sizes[0], 0, (4, 4, 4), (1, 1, 1), shared=True)
-    blocks = (6, 3, 5), (3, 1, 1)
-    decode = Engine(sizes[1], 0, *blocks, order="LBNHC", shared=True, padding=1)
-    spans = [Span(41, 41, (0, 0, 0), (0, 0, 0)), Span(36, 36, (6, 0, 0), (0, 0, 0))]
-    return case_of(HYBRID, prefill, decode, spans, dice)
-
-
-def latent_case(sizes: tuple[int, int]) -> Case:
-    """Every rank holds the whole of it."""
-    dice = random.Random(f"latent {sizes}")
-    prefill, decode = Engine(sizes[0], 0, (4,), (1,)), Engine(sizes[1], 0, (8,), (2,))
-    return case_of(LATENT, prefill, decode, [Span(41, 41, (0,), (0,))], dice)
-
-
-CASES = {
-    "dense": dense_case,
-    "windows and MLA": mixed_case,
-    "hybrid": hybrid_case,
-    "MLA": latent_case,
+OTHERS: dict[str, Any] = {"order": "LBNHC", "padding": 1}
+# Of each kind the model, whether groups share memory, blocks here and their rows, and the prompts.
+CASES: dict[str, tuple[Model, bool, Any, Any, dict[str, Any], list[Span]]] = {
+    # Blocks of 4 tokens there and of 6 here, the second prompt's first two blocks here already.
+    "dense": (
+        DENSE,
+        False,
+        (6,),
+        (3,),
+        OTHERS,
+        [Span(41, 41, (0,), (0,)), Span(37, 37, (2,), (0,))],
+    ),
+    # Of the first group only what the window still needs is left at the end.
+    "windows and MLA": (
+        *(MIXED, False, (4, 6, 8), (2, 3, 2), {"order": "LHBNC", "padding": 3}),
+        [
+            Span(41, 41, (9, 0, 0), (8, 0, 0)),
+            Span(37, 37, (9, 4, 3), (9, 0, 0)),
+            Span(24, 24, (6, 0, 0), (6, 0, 0)),
+        ],
+    ),
+    # States, which are there at the end alone; of the last prompt only they are missing.
+    "hybrid": (
+        *(HYBRID, True, (6, 3, 5), (3, 1, 1), OTHERS),
+        [Span(41, 41, (0, 0, 0), (0, 0, 0)), Span(36, 36, (6, 0, 0), (0, 0, 0))],
+    ),
+    # Every rank holds the whole of it.
+    "MLA": (LATENT, False, (8,), (2,), {}, [Span(41, 41, (0,), (0,))]),
 }
+
+
+def case_between(kind: str, sizes: tuple[int, int]) -> Case:
+    model, shared, blocks, rows, layout, spans = CASES[kind]
+    prefill = Engine(sizes[0], 0, (4,) * len(model), (1,) * len(model), shared=shared)
+    decode = Engine(sizes[1], 0, blocks, rows, shared=shared, **layout)
+    return case_of(model, prefill, decode, spans, random.Random(f"{kind} {sizes}"))
 
 
 @pytest.mark.parametrize(("kind", "sizes"), crossed(list(CASES), SIZES), ids=str)
 def test_chunks_between_different_tensor_parallel_sizes(kind: str, sizes: tuple[int, int]) -> None:
-    with Cluster(CASES[kind](sizes), streams=True) as cluster:
+    with Cluster(case_between(kind, sizes), streams=True) as cluster:
         cluster.stream(random.Random(f"steps {sizes}"))
         assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
         cluster.prefill.wait_released(cluster.requests)
@@ -354,7 +316,7 @@ def test_chunks_between_different_tensor_parallel_sizes(kind: str, sizes: tuple[
 
 
 def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
-    with Cluster(hybrid_case((1, 1)), streams=True) as cluster:
+    with Cluster(case_between("hybrid", (1, 1)), streams=True) as cluster:
         request = cluster.requests[0]
         cluster.prefill.begin(request)
         cluster.decode.submit(request, cluster.prefill.stream(request))
@@ -372,7 +334,7 @@ def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
 
 
 CHUNK = 12
-"""Tokens, of the prompts of ``hybrid_case``."""
+"""Tokens, of the prompts of the hybrid."""
 NUM_STEPS = 4
 
 
@@ -399,7 +361,7 @@ def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
 ) -> None:
     """Zeroing of the blocks of a preempted prompt may come before its fence is replaced: what is
     read in between passes the fence, and must not count."""
-    with Cluster(hybrid_case(sizes), streams=True) as cluster:
+    with Cluster(case_between("hybrid", sizes), streams=True) as cluster:
         request = cluster.requests[0]
         cluster.prefill.begin(request)
         cluster.decode.submit(request, cluster.prefill.stream(request))
@@ -421,7 +383,7 @@ def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
 
 @pytest.mark.parametrize("fault_at", range(NUM_STEPS + 1))
 def test_a_prompt_that_is_aborted_before_its_states_are_there_fails_the_load(fault_at: int) -> None:
-    with Cluster(hybrid_case((1, 1)), streams=True) as cluster:
+    with Cluster(case_between("hybrid", (1, 1)), streams=True) as cluster:
         request, other = cluster.requests
         cluster.prefill.begin(request)
         cluster.decode.submit(request, cluster.prefill.stream(request))
