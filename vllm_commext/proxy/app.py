@@ -18,18 +18,18 @@ from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
 from vllm_commext.proxy.http.access import ApiKeys, answer_errors, log_access
 from vllm_commext.proxy.http.connections import serving
+from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.serving import DIRECT_ENDPOINTS, ENDPOINTS, Service
+from vllm_commext.proxy.session.serving import Service
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_POSTED = {**ENDPOINTS, **DIRECT_ENDPOINTS}
 _FETCHED = {"/v1/models": "models", "/version": "version"}
-_COUNTED = {**_POSTED, **_FETCHED}
+_COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID = "X-Request-Id"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = (
@@ -67,7 +67,7 @@ class ProxyApp:
             middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
         )
         app.cleanup_ctx.append(self._resources)
-        for path in _POSTED:
+        for path in ENDPOINTS:
             app.router.add_post(path, self.generate)
         for path in _FETCHED:
             app.router.add_get(path, self.fetch)

@@ -111,6 +111,16 @@ def bad_request(message: str) -> ProxyError:
     return ProxyError(400, "bad_request", message)
 
 
+def no_answer(name: Any, reason: str) -> ProxyError:
+    """Error of a request that goes on from an answer which is not there, as vLLM says it."""
+    message = (
+        f"Response with id {str(name)[:128]!r} not found: {reason}; send the conversation as input"
+    )
+    error = {"message": message, "type": "invalid_request_error", "param": "response_id"}
+    body = json.dumps({"error": {**error, "code": 404}}).encode()
+    return ProxyError(404, "bad_request", message, answer=EngineAnswer(body))
+
+
 class ClientGoneError(CommextError):
     """The client closed its connection or takes no more bytes."""
 

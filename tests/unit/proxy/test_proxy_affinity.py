@@ -20,6 +20,7 @@ from vllm_commext.proxy.engines.affinity import (
 )
 from vllm_commext.proxy.engines.pool import EnginePool
 from vllm_commext.proxy.http.body import num_tokens
+from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
 
 quick = settings(max_examples=50, deadline=None)
 TURN = {"role": "user", "content": "w" * 3000}
@@ -31,8 +32,7 @@ def prompt_of(body: dict[str, Any]) -> Any:
 
 
 def prefix(body: dict[str, Any], session: str | None = None) -> Prefix:
-    body = arrived(body)
-    return prefix_of(body, prompt_of(body), session)
+    return prefix_of(arrived(body), CHAT if "messages" in body else COMPLETIONS, session)
 
 
 def num_tokens_of(body: dict[str, Any]) -> int:

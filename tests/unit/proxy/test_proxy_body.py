@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.kit.request_bodies import arrived, run
 from vllm_commext.proxy.http import body as body_module
 from vllm_commext.proxy.http.body import RawJson, decode, dumps, encode, members_of, num_tokens
+from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.two_step import COMPLETIONS, LocalPrefill
+from vllm_commext.proxy.session.two_step import LocalPrefill
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
 values = st.recursive(

@@ -14,9 +14,10 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.pool import Engine, EnginePool
 from vllm_commext.proxy.http.body import encode, members_of
+from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
 from vllm_commext.proxy.http.sse import EventCutter
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.two_step import CHAT, COMPLETIONS, LocalPrefill
+from vllm_commext.proxy.session.two_step import LocalPrefill
 
 quick = settings(max_examples=50)
 # A small alphabet of awkward characters: building the table of all of Unicode takes seconds.

@@ -7,11 +7,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from vllm_commext.proxy.http.body import RawJson, dumps, num_tokens
+from vllm_commext.proxy.http.body import RawJson, dumps
+from vllm_commext.proxy.http.endpoints import Endpoint, prompt_text, prompt_tokens
 
 SESSION_HEADER = "X-Session-ID"
+MAX_KEPT = 1 << 16
+"""Answers that engines keep, remembered by their ids."""
 BLOCK_BYTES = 1024
 """About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
 MAX_BLOCKS = 256
@@ -21,6 +24,7 @@ MIN_WEIGHT = 16.0
 MAX_SHARE = 0.25
 """Of an engine's memory, what a single block or session counts for at most."""
 _DIGEST_BYTES = 12
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,20 @@ class Prefix:
 NO_PREFIX = Prefix()
 
 
-def prefix_of(body: Mapping[str, Any], prompt: Any, session: str | None) -> Prefix:
-    salt = dumps([str(body.get("model")), str(body.get("cache_salt"))])
-    # Without the quotes or brackets around it, so that a prompt's beginning is a longer one's, too.
-    text = prompt.text[1:-1] if isinstance(prompt, RawJson) else b""
-    digest, blocks = _digest(salt), []
-    for start in range(0, min(len(text) // BLOCK_BYTES, MAX_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):
+def prefix_of(body: Mapping[str, Any], endpoint: Endpoint, session: str | None) -> Prefix:
+    salt = _digest(*(_name(body.get(member)) for member in ("model", "cache_salt")))
+    text, num_bytes = prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
+    digest, blocks = salt, []
+    for start in range(0, len(text) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
         digest = _digest(digest, text[start : start + BLOCK_BYTES])
         blocks.append(digest)
-    name = _digest(salt, session.encode()) if session else b""
-    tokens = num_tokens(prompt)
-    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(len(text), 1), name, tokens)
+    name = _digest(salt, session.encode("utf-8", "surrogatepass")) if session else b""
+    tokens = prompt_tokens(body)
+    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
+
+
+def _name(value: Any) -> bytes:
+    return _digest(value.text if isinstance(value, RawJson) else dumps(value))
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:
@@ -77,6 +84,22 @@ class _Recent:
         self.weights[key] = weight
         while self._sum > self._max_weight and self.weights:
             self._sum -= self.weights.popitem(last=False)[1]
+
+
+class Keepers(Generic[T]):
+    """The engine that gave each of the latest answers that engines keep, by the answer's id."""
+
+    def __init__(self) -> None:
+        self._engines: OrderedDict[str, T] = OrderedDict()
+
+    def note(self, answer_id: str, engine: T) -> None:
+        self._engines[answer_id] = engine
+        self._engines.move_to_end(answer_id)
+        if len(self._engines) > MAX_KEPT:
+            self._engines.popitem(last=False)
+
+    def get(self, answer_id: str) -> T | None:
+        return self._engines.get(answer_id)
 
 
 class Memory:

@@ -4,18 +4,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from typing import Any
 
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import LENGTHS
 from vllm_commext.proxy.policy.placement import Candidate, Placement, Planner
 
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
-MOST_TOKENS = 1 << 15
 MAX_REMEMBERED = 1 << 16
 WINDOW = 10
 """Engines compared for a request, others each time."""
@@ -77,18 +74,18 @@ class Chooser:
         self,
         prefix: Prefix,
         tokens: int,
-        body: Mapping[str, Any],
+        most: int,
         failed: Collection[Engine],
         may_hand_over: bool,
     ) -> Plan | None:
-        """Plan for a prompt of *tokens*, avoiding *failed*; None where the engines' roles
-        decide."""
+        """Plan for a prompt of *tokens* and an answer of at most *most*, avoiding *failed*; None
+        where the engines' roles decide."""
         if self._mode == LOCAL:
             return Plan()
         if not is_adaptive(self._mode, self._pools[DECODE]):
             return None
         decode, prefill = self._pools[DECODE], self._pools[PREFILL]
-        now, most, name = time.monotonic(), most_tokens(body), _name_of(prefix)
+        now, name = time.monotonic(), _name_of(prefix)
         others = len(decode.engines) - WINDOW
         self._turn += WINDOW if others > WINDOW else max(1, others)
 
@@ -145,11 +142,3 @@ def _idlest(pool: EnginePool) -> Sequence[Engine]:
 
 def _name_of(prefix: Prefix) -> bytes:
     return prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
-
-
-def most_tokens(body: Mapping[str, Any]) -> int:
-    for name in LENGTHS:
-        value = body.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    return MOST_TOKENS

@@ -1,7 +1,7 @@
-"""Takes a request's JSON object apart without stopping the event loop for long. Pure.
+"""Takes a JSON object apart without stopping the event loop for long. Pure.
 
 A prompt, and any other long member, stays text, since 33 MB of token ids would take seconds to
-decode. A large body is parsed a window at a time.
+decode. A large body is parsed a window at a time. The objects of `OBJECTS` are taken apart, too.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 
 LARGE_BODY_BYTES = 32 << 10
 WINDOW_BYTES = 32 << 10
-MAX_DECODED_BYTES = 16 << 10
+MAX_DECODED_BYTES = 1 << 10
 MAX_DECODED_SUM_BYTES = 128 << 10
 """Of all that are decoded: Python's objects take up to 50 times their text."""
 MAX_MEMBERS = 1000
@@ -26,7 +26,25 @@ BYTES_PER_TOKEN = 4
 LENGTHS = ("max_completion_tokens", "max_tokens")
 _MAX_SCALAR_BYTES = 8 << 10
 # Never decoded, so that they are the same text whatever the body's size.
-_PROMPTS = frozenset(("prompt", "messages", "input"))
+_PROMPTS = frozenset(
+    (
+        *("prompt", "prompt_embeds", "suffix", "messages", "input", "instructions", "system"),
+        *("tools", "documents", "chat_template", "chat_template_kwargs", "token_ids", "features"),
+        *("content_parts", "prompt_token_ids", "previous_input_messages", "tokens"),
+    )
+)
+
+
+class Objects(dict[str, "Objects"]):
+    """Names of objects that are taken apart, each with those in it."""
+
+
+_XARGS = Objects()
+OBJECTS = Objects(
+    kv_transfer_params=_XARGS,
+    vllm_xargs=_XARGS,
+    sampling_params=Objects(extra_args=_XARGS),
+)
 _SPACE = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^\s,\]}]+")
@@ -43,12 +61,13 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 @dataclass(frozen=True)
 class RawJson:
     """A member as it came. kind: its first character. num_items, item_kind: an array's elements,
-    and the first one's first character."""
+    and the first one's first character. num_leaves: numbers, if it holds arrays of them."""
 
     text: memoryview
     kind: str
     num_items: int = 0
     item_kind: str = ""
+    num_leaves: int = 0
 
 
 def _no_constant(name: str) -> float:
@@ -72,12 +91,11 @@ def decode(text: bytes | bytearray | memoryview) -> Any:
         return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
 
 
-def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
+def members_of(raw: bytes | bytearray, objects: Objects = OBJECTS) -> Generator[None, None, Any]:
     """Take *raw* apart; yields wherever others may run. Raises `ValueError` or `RecursionError` for
     what is not JSON, as far as it is looked at, or too much."""
     if len(raw) > LARGE_BODY_BYTES:
-        return (yield from _Splitter(raw).members())
-    members = _Members()
+        return (yield from _Splitter(raw, _Members(), objects).members())
     try:
         texts: Mapping[str, Any] = _MEMBERS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -85,42 +103,64 @@ def members_of(raw: bytes | bytearray) -> Generator[None, None, Any]:
         if not isinstance(content, dict):
             return content
         texts = {name: dumps(value) for name, value in content.items()}
+    members = _Members()
     for name, text in texts.items():
-        members.add(name, memoryview(text))
+        view = memoryview(text)
+        if name in objects and bytes(view[:1]) == b"{":
+            members.found[name] = yield from members_of(bytes(view), objects[name])
+        else:
+            members.add(name, view)
     return members.found
 
 
 class _Members:
-    def __init__(self) -> None:
+    def __init__(self, of: "_Members | None" = None) -> None:
         self.found: dict[str, Any] = {}
-        self._num_members = self._num_decoded_bytes = 0
+        self._sums = [0, 0] if of is None else of._sums
 
     def add(self, name: str, text: memoryview, nest: "_Nest | None" = None) -> None:
         """Add a member; *nest* has followed it to its end, if anything has."""
-        self._num_members += 1
-        if self._num_members > MAX_MEMBERS:
-            raise ValueError(f"expected at most {MAX_MEMBERS} members")
         kind = bytes(text[:1])
-        if kind in _NESTING and nest is None:
-            nest = _Nest.of(bytes(text))
         if kind in _KEPT and (name in _PROMPTS or len(text) > MAX_DECODED_BYTES):
-            num_items, item = 0, ""
-            if nest is not None:
-                item = bytes(text[1:MAX_DECODED_BYTES]).lstrip(_SPACE)[:1].decode("latin-1")
-                num_items = 0 if item == "]" else nest.num_commas + 1
-            self.found[name] = RawJson(text, kind.decode(), num_items, item)
+            self._count(0)
+            self.found[name] = _kept(text, kind, nest)
             return
-        self._num_decoded_bytes += len(text)
-        if self._num_decoded_bytes > MAX_DECODED_SUM_BYTES:
-            raise ValueError(f"expected at most {MAX_DECODED_SUM_BYTES} bytes beside the prompt")
+        self._count(len(text))
+        if nest is None and kind in _NESTING:
+            _check_depth(bytes(text))
         self.found[name] = decode(text)
+
+    def _count(self, num_bytes: int) -> None:
+        self._sums[0] += 1
+        self._sums[1] += num_bytes
+        if self._sums[0] > MAX_MEMBERS:
+            raise ValueError(f"expected at most {MAX_MEMBERS} members")
+        if self._sums[1] > MAX_DECODED_SUM_BYTES:
+            raise ValueError(f"expected at most {MAX_DECODED_SUM_BYTES} bytes beside the prompt")
+
+
+def _kept(text: memoryview, kind: bytes, nest: "_Nest | None") -> RawJson:
+    if kind in _NESTING and nest is None:
+        nest = _Nest.of(bytes(text))
+    if nest is None:
+        return RawJson(text, kind.decode())
+    item = bytes(text[1:WINDOW_BYTES]).lstrip(_SPACE)[:1].decode("latin-1")
+    num_items = 0 if item == "]" else nest.num_commas + 1
+    num_leaves = nest.num_leaves + 1 if item == "[" else 0
+    return RawJson(text, kind.decode(), num_items, item, num_leaves)
+
+
+def _check_depth(text: bytes) -> None:
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+        _Nest().feed(text)
 
 
 class _Nest:
-    """Follows an array or an object to its end, window by window. num_commas: at its top level."""
+    """Follows an array or an object to its end, window by window. num_commas: at its top level.
+    num_leaves: at any level."""
 
     def __init__(self) -> None:
-        self.num_commas = 0
+        self.num_commas = self.num_leaves = 0
         self._depth = 0
         self._in_string = False
 
@@ -130,8 +170,10 @@ class _Nest:
         nest = cls()
         if not text[1:-1].translate(None, _IDS):
             nest.num_commas = text.count(b",")
-        elif _counts(text) or text.count(b"{") + text.count(b"[") > MAX_DEPTH:
+        elif _counts(text):
             nest.feed(text)
+        else:
+            _check_depth(text)
         return nest
 
     def feed(self, window: bytes | bytearray) -> int | None:
@@ -152,6 +194,7 @@ class _Nest:
             raise ValueError(f"expected JSON that is nested at most {MAX_DEPTH} deep")
         end = int(np.argmin(levels != 0)) + 1 if not levels.all() else None
         self.num_commas += int(np.count_nonzero(commas[:end] & (levels[:end] == 1)))
+        self.num_leaves += int(np.count_nonzero(commas[:end]))
         self._depth = int(levels[-1])
         return end
 
@@ -176,14 +219,23 @@ def _without_escapes(window: bytes | bytearray) -> bytes | bytearray:
 
 
 class _Splitter:
-    def __init__(self, raw: bytes | bytearray) -> None:
-        self._raw = raw
+    """Takes apart the object from *start* to *end*; *objects* of its members, too."""
+
+    def __init__(
+        self,
+        raw: bytes | bytearray,
+        members: _Members,
+        objects: Objects,
+        start: int = 0,
+        end: int | None = None,
+    ) -> None:
+        self._raw, self._members, self._objects = raw, members, objects
         self._view = memoryview(raw)
-        self._end = len(raw)
+        self._start, self._end = start, len(raw) if end is None else end
 
     def members(self) -> Generator[None, None, dict[str, Any]]:
-        members = _Members()
-        pos = yield from self._after(b"{", 0)
+        members = self._members
+        pos = yield from self._after(b"{", self._start)
         if self._byte(pos) == b"}":
             pos += 1
         else:
@@ -194,7 +246,11 @@ class _Splitter:
                 name = decode(self._view[pos:name_end])
                 start = yield from self._after(b":", name_end)
                 pos, nest = yield from self._value_end(start)
-                members.add(name, self._view[start:pos], nest)
+                if name in self._objects and self._byte(start) == b"{":
+                    inner = (self._raw, _Members(members), self._objects[name], start, pos)
+                    members.found[name] = yield from _Splitter(*inner).members()
+                else:
+                    members.add(name, self._view[start:pos], nest)
                 pos = yield from self._after(b"", pos)
                 if self._byte(pos) == b"}":
                     pos += 1
@@ -234,7 +290,7 @@ class _Splitter:
         raise ValueError(f"the string at byte {start - 1} has no end")
 
     def _window(self, pos: int) -> bytes | bytearray:
-        window = self._raw[pos : pos + WINDOW_BYTES]
+        window = self._raw[pos : min(pos + WINDOW_BYTES, self._end)]
         num_backslashes = len(window) - len(window.rstrip(b"\\"))
         is_cut = num_backslashes % 2 and pos + len(window) < self._end
         return window[:-1] if is_cut else window
@@ -248,7 +304,7 @@ class _Splitter:
     def _after_space(self, pos: int) -> Generator[None, None, int]:
         while True:
             yield
-            match = _SPACES.match(self._raw, pos, pos + WINDOW_BYTES)
+            match = _SPACES.match(self._raw, pos, min(pos + WINDOW_BYTES, self._end))
             end = match.end() if match else pos
             if end < pos + WINDOW_BYTES:
                 return end
@@ -264,17 +320,24 @@ class _Splitter:
 
 
 def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
-    raw = {name: value for name, value in body.items() if isinstance(value, RawJson)}
+    raw = {name: value for name, value in body.items() if _has_raw(value)}
     if not raw:
         return [dumps(body)]
     pieces: list[bytes | memoryview] = []
     opening = b"{"
     for name, value in raw.items():
-        pieces += [opening + dumps(name) + b":", value.text]
+        pieces.append(opening + dumps(name) + b":")
+        pieces += [value.text] if isinstance(value, RawJson) else encode(value)
         opening = b","
     rest = dumps({name: value for name, value in body.items() if name not in raw})
     pieces.append(b"," + rest[1:] if len(rest) > 2 else b"}")
     return pieces
+
+
+def _has_raw(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_raw, value.values()))
+    return isinstance(value, RawJson)
 
 
 def dumps(value: Any) -> bytes:
@@ -291,4 +354,5 @@ def num_tokens(prompt: Any) -> int:
     if prompt.kind == "[" and prompt.item_kind.isdigit():
         return prompt.num_items
     # The brackets or quotes around it are no text.
-    return (len(prompt.text) - 2 + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN
+    by_bytes = (len(prompt.text) - 2 + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN
+    return max(by_bytes, prompt.num_leaves)

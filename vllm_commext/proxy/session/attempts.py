@@ -5,20 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, prefix_of
-from vllm_commext.proxy.engines.choice import Plan, most_tokens
+from vllm_commext.proxy.engines.choice import Plan
 from vllm_commext.proxy.engines.pool import Engine, EnginePool, SideChannelFields
-from vllm_commext.proxy.http.body import num_tokens
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, price, session_of
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.session import resume, two_step
 from vllm_commext.proxy.session.response import Opened
 from vllm_commext.proxy.session.resume import Resume, Room
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
-from vllm_commext.proxy.session.two_step import ENDPOINTS
 from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
 
 class Attempts:
-    """One request's body and attempts. local_reason: why one engine has to take both steps."""
+    """One request's body and attempts. local_reason: why one engine has to take both steps. only:
+    the engine that has what the request goes on from."""
 
     def __init__(
         self,
@@ -45,23 +45,24 @@ class Attempts:
         self.prefilled_at = 0.0
         self.prefix = NO_PREFIX
         self._headers = headers
-        self._prompt = two_step.prompt_of(ENDPOINTS.get(path), self.body)
-        self.tokens = num_tokens(self._prompt)
-        self.local_reason = (
-            two_step.local_prefill_reason(ENDPOINTS[path], self.body, min_prompt_tokens)
-            if path in ENDPOINTS
-            else None
+        self.endpoint = ENDPOINTS[path]
+        self.only: Engine | None = None
+        self.tokens = price(self.body)
+        self.most = most_tokens(self.endpoint, self.body)
+        self.local_reason = two_step.local_prefill_reason(
+            self.endpoint, self.body, min_prompt_tokens
         )
         self.losses = Losses()
 
     def remember(self, session: str | None) -> None:
-        self.prefix = prefix_of(self.body, self._prompt, session)
+        if self.endpoint.computes:
+            self.prefix = prefix_of(self.body, self.endpoint, session_of(self.body, session))
 
     def payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
         streams = bool(body.get("stream")) if is_stream is None else is_stream
         return Payload(
             *(self.path, self._headers, body, self.tokens, streams, self.prefix, self.losses),
-            plan=self.plan,
+            *(self.plan, self.most, self.only),
         )
 
     def has_reader(self, source: Engine) -> bool:
@@ -84,7 +85,7 @@ class Attempts:
     def begun(self) -> None:
         """The client is going to get the answer: forget the request, unless it may be resumed."""
         if self.transcript is None:
-            self.body, self._prompt = {}, None
+            self.body = {}
 
     def hand_over_to(self, opened: Opened) -> bool:
         """Give the prefill's KV cache to the engine that answers; False if there is none."""
@@ -112,7 +113,7 @@ class Attempts:
         reason = self.refusal if transcript is None else transcript.settle()
         if transcript is None or reason is not None:
             return reason
-        num_left = most_tokens(self.body) - transcript.num_tokens
+        num_left = self.most - transcript.num_tokens
         is_ending = transcript.has_finished or num_left < resume.MIN_LEFT
         return Resume.ENDING if is_ending else None
 

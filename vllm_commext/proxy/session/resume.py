@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_commext.proxy.session.two_step import ENDPOINTS, LocalPrefill, local_prefill_reason
+from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reason
 from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
@@ -46,7 +47,7 @@ class Room:
 
 def refusal(path: str, body: Mapping[str, Any]) -> Resume | None:
     """Reason why a stream is never resumed, or None."""
-    if path not in ENDPOINTS or body.get("stream") is not True:
+    if not ENDPOINTS[path].is_split or body.get("stream") is not True:
         return Resume.ENDPOINT
     reason = local_prefill_reason(ENDPOINTS[path], body)
     several = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)

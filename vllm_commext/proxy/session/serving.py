@@ -10,10 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines.affinity import SESSION_HEADER
+from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Keepers
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.pool import DECODE, Engine, EnginePool
 from vllm_commext.proxy.http.access import SIDE
+from vllm_commext.proxy.http.endpoints import answer_id
 from vllm_commext.proxy.http.intake import Intake
 from vllm_commext.proxy.outcome import (
     DIRECT,
@@ -23,6 +24,7 @@ from vllm_commext.proxy.outcome import (
     TWO_STEP,
     Outcome,
     ProxyError,
+    no_answer,
 )
 from vllm_commext.proxy.policy.load import Answer
 from vllm_commext.proxy.policy.placement import Planner
@@ -34,22 +36,10 @@ from vllm_commext.proxy.session.relay import LEFT, Relay
 from vllm_commext.proxy.session.response import Opened
 from vllm_commext.proxy.session.resume import Resume, Room
 from vllm_commext.proxy.session.streams import Stream
-from vllm_commext.proxy.session.two_step import ENDPOINTS, AtOnce, LocalPrefill
+from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
 from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
-
-# Passed to a decode engine as they are: no completion, or an object that stays at that engine.
-DIRECT_ENDPOINTS = {
-    "/v1/responses": "responses",
-    "/v1/embeddings": "embeddings",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/chat/completions/batch": "chat_batch",
-    "/inference/v1/generate": "generate",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
 
 NO_CHANGES: Mapping[str, Any] = {}
 
@@ -64,6 +54,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._chooser = Chooser(self._config.placement, self._planner, self._pools)
+        self._keepers = Keepers[Engine]()
         self._room = Room(self._config.resume_bytes)
         self._turns = asyncio.Semaphore(MAX_MOVES)
 
@@ -78,7 +69,7 @@ class Service:
                     *(request.path, intake.body, headers, self._pools[DECODE]),
                     self._config.min_prompt_tokens,
                 )
-                if self._config.affinity and request.path in ENDPOINTS:
+                if self._config.affinity:
                     attempts.remember(request.headers.get(SESSION_HEADER))
                 refusal = None if self._config.resume else Resume.OFF
                 attempts.keep(refusal, self._room, intake.num_bytes)
@@ -97,6 +88,8 @@ class Service:
                 opened = await self._attempt(attempts, outcome)
                 if opened.response.status < 400:
                     self._note_handover(attempts, opened)
+                    if attempts.endpoint.keeps and (name := answer_id(opened.first)):
+                        self._keepers.note(name, opened.engine)
                 return opened
             except ProxyError as error:
                 attempts.num_failed += 1
@@ -108,6 +101,19 @@ class Service:
                 logger.warning("retrying request %s from the start: %s", outcome.request_id, error)
             finally:
                 self.release(attempts, outcome.request_id)
+
+    def _keeper(self, body: Mapping[str, Any]) -> Engine | None:
+        """Engine that keeps the answer which *body* goes on from; None: any. Raises
+        `ProxyError`."""
+        name = body.get("previous_response_id")
+        engine = self._keepers.get(name) if isinstance(name, str) else None
+        if name is None or (engine is None and len(self._pools[DECODE].engines) == 1):
+            return None
+        if engine is None:
+            raise no_answer(name, "this proxy knows no engine that has given it")
+        if not engine.usable or engine not in self._pools[DECODE].members:
+            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
+        return engine
 
     def _note_handover(self, attempts: Attempts, opened: Opened) -> None:
         if attempts.hand_over_to(opened) and opened.cutter is not None:
@@ -139,8 +145,11 @@ class Service:
         return opened if result is Resume.RESUMED else None
 
     async def _attempt(self, attempts: Attempts, outcome: Outcome) -> Opened:
-        if attempts.path not in ENDPOINTS:
+        if not attempts.endpoint.is_split:
             outcome.path = DIRECT
+            attempts.only = self._keeper(attempts.body)
+            if attempts.endpoint.computes and attempts.only is None:
+                self._plan(attempts, outcome)
         elif (opened := await self.first_step(attempts, outcome)) is not None:
             return opened
         return await self.second_step(attempts, outcome)
@@ -184,9 +193,9 @@ class Service:
         attempts.plan = plan = self._chooser.plan(
             attempts.prefix,
             attempts.tokens,
-            attempts.body,
+            attempts.most,
             attempts.failed_prefill + attempts.failed_decode,
-            attempts.local_reason is None,
+            attempts.endpoint.is_split and attempts.local_reason is None,
         )
         if plan is not None:
             outcome.placement = plan.as_header()

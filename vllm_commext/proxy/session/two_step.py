@@ -9,7 +9,8 @@ to a decode engine as it is.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_commext.proxy.http.body import LENGTHS, RawJson, decode, num_tokens
+from vllm_commext.proxy.http.body import LENGTHS, RawJson
+from vllm_commext.proxy.http.endpoints import COMPLETIONS, Endpoint, prompt_tokens
 from vllm_commext.proxy.outcome import bad_request
 from vllm_commext.reasons import Reason
 
@@ -47,10 +48,6 @@ class LocalPrefill(Reason):
     NO_GENERATION = "no_generation", "no token is asked for"
 
 
-COMPLETIONS = "completions"
-CHAT = "chat"
-ENDPOINTS = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
-
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -71,8 +68,8 @@ def checked_body(body: Any) -> dict[str, Any]:
     """Check a client's *body*. Raises `ProxyError` 400."""
     if not isinstance(body, dict):
         raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
-    own = _small_object(body, "kv_transfer_params")
-    if not own and body.get("kv_transfer_params"):
+    own = body.get("kv_transfer_params") or {}
+    if not isinstance(own, dict):
         raise bad_request("kv_transfer_params: expected an object")
     if own and set(own) != {OWN_IDS}:
         raise bad_request(
@@ -80,27 +77,27 @@ def checked_body(body: Any) -> dict[str, Any]:
             f"expected {OWN_IDS} alone, got {sorted(own)[:8]}; remove the others from the request, "
             "or talk to the engines directly"
         )
-    sampling = _small_object(body, "sampling_params")
-    for name, into in (("vllm_xargs", body), ("extra_args", sampling)):
-        if "kv_transfer_params" in _small_object(into, name):
+    sampling = body.get("sampling_params")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    for name, value in (
+        (OWN_IDS, own),
+        ("vllm_xargs", body.get("vllm_xargs")),
+        ("extra_args", extra),
+    ):
+        _check_small(name, value)
+        if isinstance(value, dict) and "kv_transfer_params" in value:
             raise bad_request(f"expected {name} without kv_transfer_params, which this proxy sets")
-    return {**body, "kv_transfer_params": own} if own else body
+    return body
 
 
-def _small_object(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = holder.get(name)
-    if isinstance(value, RawJson):
-        if len(value.text) > MAX_SMALL_BYTES:
-            raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
-        try:
-            value = decode(value.text)
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"{name} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
+def _check_small(name: str, value: Any) -> None:
+    inner = value.values() if isinstance(value, dict) else (value,)
+    if sum(len(one.text) for one in inner if isinstance(one, RawJson)) > MAX_SMALL_BYTES:
+        raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
 
 
 def local_prefill_reason(
-    endpoint: str, body: Mapping[str, Any], min_prompt_tokens: int = 0
+    endpoint: Endpoint, body: Mapping[str, Any], min_prompt_tokens: int = 0
 ) -> LocalPrefill | None:
     """Reason why *body* cannot take two steps, or None. Values of an unexpected type count as one:
     the decode engine judges them."""
@@ -116,14 +113,9 @@ def local_prefill_reason(
         return LocalPrefill.TRUNCATION
     if any(body.get(name) == 0 for name in LENGTHS):
         return LocalPrefill.NO_GENERATION
-    if num_tokens(prompt_of(endpoint, body)) < min_prompt_tokens:
+    if prompt_tokens(body) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT
     return None
-
-
-def prompt_of(endpoint: str | None, body: Mapping[str, Any]) -> Any:
-    """*endpoint*: None for direct ones."""
-    return body.get({COMPLETIONS: "prompt", CHAT: "messages"}.get(endpoint or "", "input"))
 
 
 def _is_one_prompt(body: Mapping[str, Any]) -> bool:
@@ -134,7 +126,7 @@ def _is_one_prompt(body: Mapping[str, Any]) -> bool:
     return prompt.kind == '"' or (prompt.kind == "[" and is_one_item)
 
 
-def _wants_prompt_logprobs(endpoint: str, body: Mapping[str, Any]) -> bool:
+def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     if body.get("prompt_logprobs") is not None:
         return True
     echoes = endpoint == COMPLETIONS and bool(body.get("echo"))

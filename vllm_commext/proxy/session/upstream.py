@@ -14,10 +14,11 @@ import aiohttp
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
-from vllm_commext.proxy.engines.choice import Plan, most_tokens, orders_prompts, reads_load
+from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, MOST_TOKENS, Endpoint
 from vllm_commext.proxy.outcome import Losses, ProxyError
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
@@ -32,7 +33,6 @@ from vllm_commext.proxy.session.response import (
     read_opening,
 )
 from vllm_commext.proxy.session.streams import Stream
-from vllm_commext.proxy.session.two_step import ENDPOINTS
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -62,7 +62,8 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
-    edit: removes from its first events what the client has not asked for."""
+    most: bound on its tokens. only: the one engine that can answer. edit: removes from its first
+    events what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -72,6 +73,8 @@ class Payload:
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
     plan: Plan | None = None
+    most: int = MOST_TOKENS
+    only: Engine | None = None
     edit: Callable[[bytes], bytes] = lambda events: events
 
     @property
@@ -82,7 +85,16 @@ class Payload:
     @property
     def streams(self) -> bool | None:
         asked = self.body.get("stream") or False
-        return asked if self.path in ENDPOINTS and isinstance(asked, bool) else None
+        return asked if self.endpoint.is_split and isinstance(asked, bool) else None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return ENDPOINTS[self.path]
+
+    @property
+    def computes(self) -> bool:
+        """True where engines' time goes by its tokens."""
+        return self.tokens > 0 and self.endpoint.computes
 
     @cached_property
     def pieces(self) -> Sequence[bytes | memoryview]:
@@ -174,6 +186,7 @@ class Upstream:
 
         pool, config = self._decode_pool, self._config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
+        others = others if payload.only is None else []
         tried, began = list(failed) if others else [], time.monotonic()
         wait = config.engine_wait_seconds
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
@@ -246,11 +259,12 @@ class Upstream:
         an engine is back before its next check."""
         end = time.monotonic() + wait_seconds
         planned = payload.plan.engine(pool.role) if payload.plan is not None else None
+        others = [one for one in pool.engines if payload.only not in (None, one)]
         chosen: tuple[Engine, int] | None = None
         if planned is not None and planned.usable and planned not in tried:
             chosen = planned, planned.memory.held_tokens(payload.prefix)
         while chosen is None:
-            chosen = pool.choose(tried, payload.prefix)
+            chosen = pool.choose([*tried, *others], payload.prefix)
             if chosen is None:
                 if time.monotonic() >= end:
                     return None
@@ -265,7 +279,7 @@ class Upstream:
         is_known = len(engine.capabilities.ranks) == 1
         if not is_known or not orders_prompts(self._config, self._decode_pool):
             return
-        if payload.tokens == 0 or not engine.load.speed.is_known:
+        if not payload.computes or not engine.load.speed.is_known:
             return
         seconds = self._config.prefill_timeout_seconds
         with (
@@ -330,7 +344,7 @@ class Upstream:
     @contextmanager
     def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[Job | None]:
         job, is_done = None, False
-        if payload.tokens and reads_load(self._config, self._decode_pool):
+        if payload.computes and reads_load(self._config, self._decode_pool):
             job = engine.load.ask(payload.tokens - held, held, time.monotonic())
         try:
             yield job
@@ -342,14 +356,14 @@ class Upstream:
     def _expected(
         self, engine: Engine, payload: Payload, held: int
     ) -> tuple[Answer | None, Job | None]:
-        if not reads_load(self._config, self._decode_pool):
+        if not (payload.computes and reads_load(self._config, self._decode_pool)):
             return None, None
         now, load, plan = time.monotonic(), engine.load, payload.plan
         job, due = None, plan.first_token_at if plan is not None else now
-        if payload.tokens and not payload.is_loading:
+        if not payload.is_loading:
             job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
             due = job.until
-        answer = load.expect(payload.tokens, most_tokens(payload.body), due, payload.is_loading)
+        answer = load.expect(payload.tokens, payload.most, due, payload.is_loading)
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:

@@ -1,0 +1,165 @@
+"""One description of each endpoint that engines serve: its prompt, its answer, and what may be done
+with a request to it. Pure."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_commext.proxy.http.body import OBJECTS, RawJson, num_tokens
+
+MAX_SAMPLES = 1 << 14
+MOST_TOKENS = 1 << 15
+_PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "documents", "tools")
+_SAMPLES = ("n", "best_of")
+# Long members that no prompt is made of.
+_NO_PROMPT = frozenset(
+    (
+        *("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids", "metadata", "stop"),
+        *("output_config", "response_format", "stop_token_ids", "structured_outputs", "text"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """name: a metric's label. prompt: members that become the prompt, in the order in which
+    templates write them. answer: a member of every answer; has_choices: a list of at least one, of
+    objects with one of these. lengths: members that bound the answer. is_split: a prefill and a
+    decode engine may share it; then its streams may be resumed and moved, too. computes: it takes
+    an engine's accelerator. keeps: its engine knows the answer by its id."""
+
+    name: str
+    prompt: tuple[str, ...]
+    answer: str = "choices"
+    has_choices: tuple[str, ...] = ()
+    lengths: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    is_split: bool = False
+    computes: bool = True
+    keeps: bool = False
+
+
+COMPLETIONS = Endpoint(
+    "completions", ("prompt_embeds", "prompt", "suffix"), has_choices=("text",), is_split=True
+)
+CHAT = Endpoint("chat", (*_TEMPLATE, "messages"), has_choices=("message",), is_split=True)
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": Endpoint("chat_batch", CHAT.prompt, has_choices=("message",)),
+    "/v1/messages": Endpoint("messages", ("system", *_TEMPLATE, "messages"), "content"),
+    "/v1/responses": Endpoint(
+        *("responses", ("instructions", *_TEMPLATE, "previous_input_messages", "input"), "output"),
+        lengths=("max_output_tokens",),
+        keeps=True,
+    ),
+    "/inference/v1/generate": Endpoint(
+        "generate", ("features", "content_parts", "token_ids"), has_choices=("token_ids", "text")
+    ),
+    "/v1/embeddings": Endpoint("embeddings", ("input", "messages"), "data"),
+    "/v1/messages/count_tokens": Endpoint(
+        "count_tokens", ("system", *_TEMPLATE, "messages"), "input_tokens", computes=False
+    ),
+    "/tokenize": Endpoint("tokenize", ("prompt", *CHAT.prompt), "tokens", computes=False),
+    "/detokenize": Endpoint("detokenize", ("tokens",), "prompt", computes=False),
+}
+"""By path; whatever is posted elsewhere is answered with 404."""
+
+
+def _own_ids(body: Mapping[str, Any]) -> Any:
+    """Ids that the client gives in place of the prompt's text."""
+    params = body.get(_PARAMS)
+    return params.get(_IDS) if isinstance(params, dict) else None
+
+
+def prompt_tokens(body: Mapping[str, Any]) -> int:
+    """Estimate the tokens of one prompt, or of all in a batch: at least 1. A long member counts by
+    its bytes, like text, whether it is known here or not."""
+    nested = (body.get(name) for name in OBJECTS)
+    holders = [body, *(one for one in nested if isinstance(one, dict))]
+    counted = (
+        num_tokens(value)
+        for holder in holders
+        for name, value in holder.items()
+        if name not in _NO_PROMPT and name != _IDS
+    )
+    return max(sum(counted), num_tokens(_own_ids(body)), 1)
+
+
+def price(body: Mapping[str, Any]) -> int:
+    """Tokens that a request counts as: its prompts', once a sample."""
+    return prompt_tokens(body) * _num_samples(body)
+
+
+def _num_samples(body: Mapping[str, Any]) -> int:
+    given = (holder.get(name) for holder in _holders(body) for name in _SAMPLES)
+    return min(max([1, *(n for n in given if isinstance(n, int))]), MAX_SAMPLES)
+
+
+def _holders(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield body
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict):
+        yield sampling
+
+
+def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
+    """Bound on the answer's tokens."""
+    given = (holder.get(name) for holder in _holders(body) for name in endpoint.lengths)
+    return next((n for n in given if isinstance(n, int) and n > 0), MOST_TOKENS)
+
+
+_CACHE_MARK = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
+_BILLING = re.compile(rb'x-anthropic-billing-header(?:[^"\\]|\\.)*')
+_OPENING = re.compile(
+    rb'\[?\s*(?:\{\s*(?:"(?:type|role)"\s*:\s*"\w*"\s*,\s*)*"content"\s*:\s*)?'
+    rb'(?:\[\s*\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"text"\s*:\s*)?"'
+)
+"""Of a conversation before its first text: the same text may come as a string or in an item."""
+
+
+def prompt_text(endpoint: Endpoint, body: Mapping[str, Any], max_bytes: int) -> tuple[bytes, int]:
+    """Beginning of the prompt as far as engines' caches tell prompts apart, and all its bytes."""
+    own = _own_ids(body)
+    parts = [own] if own is not None else [body.get(name) for name in endpoint.prompt]
+    found, total = b"", 0
+    for part in parts:
+        if isinstance(part, RawJson):
+            total += max(len(part.text) - 2, 0)
+            if len(found) < max_bytes:
+                found += _same_text(bytes(part.text[: max_bytes + 2 - len(found)]), part)
+    return found[:max_bytes], total
+
+
+def _same_text(text: bytes, part: RawJson) -> bytes:
+    """Without what clients change from turn to turn, and engines do not see."""
+    is_whole = len(text) == len(part.text)
+    text = text[:-1] if is_whole else text
+    opening = _OPENING.match(text)
+    text = text[opening.end() if opening else 1 :]
+    if b'"cache_control"' in text:
+        text = _CACHE_MARK.sub(b"", text)
+    return _BILLING.sub(b"", text, 1) if b"x-anthropic-billing" in text[:4096] else text
+
+
+_IN_USER_ID = re.compile(r"session.{0,8}?([0-9a-f]{8}-[0-9a-f-]{27})")
+
+
+def session_of(body: Mapping[str, Any], header: str | None) -> str | None:
+    """Name of the conversation: as engines read it, or as agents write it."""
+    names = (header, body.get("session_id"), body.get("prompt_cache_key"))
+    named = next((name for name in names if isinstance(name, str) and name), None)
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    found = _IN_USER_ID.search(user) if isinstance(user, str) and not named else None
+    return found[1] if found else named
+
+
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+
+
+def answer_id(beginning: bytes) -> str:
+    """The id in the *beginning* of an answer or of its first event; "" without one."""
+    found = _ID.search(beginning, 0, 4096)
+    return found[1].decode(errors="replace") if found else ""
