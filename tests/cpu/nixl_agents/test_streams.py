@@ -1,8 +1,6 @@
 """Prompts that are read while they are computed, between real agents: every chunk, and faults at
 each."""
 
-import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,11 +17,8 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
-from tests.cpu.nixl_agents.simulation import Cluster
 from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill, check_chunk_by_chunk
 from tests.kit.crossed import crossed
-from tests.unit.nixl.cluster_cases import Case, Model, Span, case_of
-from tests.unit.nixl.reference_cache import Attention, Engine, Group, State
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.transfer_thread import GiveUp
 
@@ -250,151 +245,3 @@ def test_a_prefill_process_that_ends_or_stops_in_mid_prompt(
         assert decode.recorded["num_read"]["r"] in (0, BLOCK_SIZE * num_computed)
         assert same(decode.memory, right)
         assert_works(decode, make_engine("p2", seed=3, serve=True), "other")
-
-
-DENSE: Model = (Group("full", (Attention(8, 2),) * 2 + (Attention(2, 3, num_planes=2),)),)
-MIXED: Model = (
-    Group("window", (Attention(1, 4, num_planes=2),) * 2),
-    Group("full", (Attention(8, 2),) * 2 + (Attention(2, 3, num_planes=2),) * 2),
-    Group("full", (Attention(1, 5, latent=True), Attention(16, 2, packed=True))),
-)
-HYBRID: Model = (
-    Group("full", (Attention(4, 3),) * 2),
-    Group("state", (State("mamba2", 8, 2, 1, 3),) * 2),
-    Group("state", (State("mamba1", 16, state_size=3), State("short_conv", 24))),
-)
-LATENT: Model = (Group("full", (Attention(1, 5, latent=True),) * 3),)
-SIZES = ((1, 1), (1, 2), (2, 1), (4, 2), (2, 4))
-
-
-OTHERS: dict[str, Any] = {"order": "LBNHC", "padding": 1}
-# Of each kind the model, whether groups share memory, blocks here and their rows, and the prompts.
-CASES: dict[str, tuple[Model, bool, Any, Any, dict[str, Any], list[Span]]] = {
-    # Blocks of 4 tokens there and of 6 here, the second prompt's first two blocks here already.
-    "dense": (
-        DENSE,
-        False,
-        (6,),
-        (3,),
-        OTHERS,
-        [Span(41, 41, (0,), (0,)), Span(37, 37, (2,), (0,))],
-    ),
-    # Of the first group only what the window still needs is left at the end.
-    "windows and MLA": (
-        *(MIXED, False, (4, 6, 8), (2, 3, 2), {"order": "LHBNC", "padding": 3}),
-        [
-            Span(41, 41, (9, 0, 0), (8, 0, 0)),
-            Span(37, 37, (9, 4, 3), (9, 0, 0)),
-            Span(24, 24, (6, 0, 0), (6, 0, 0)),
-        ],
-    ),
-    # States, which are there at the end alone; of the last prompt only they are missing.
-    "hybrid": (
-        *(HYBRID, True, (6, 3, 5), (3, 1, 1), OTHERS),
-        [Span(41, 41, (0, 0, 0), (0, 0, 0)), Span(36, 36, (6, 0, 0), (0, 0, 0))],
-    ),
-    # Every rank holds the whole of it.
-    "MLA": (LATENT, False, (8,), (2,), {}, [Span(41, 41, (0,), (0,))]),
-}
-
-
-def case_between(kind: str, sizes: tuple[int, int]) -> Case:
-    model, shared, blocks, rows, layout, spans = CASES[kind]
-    prefill = Engine(sizes[0], 0, (4,) * len(model), (1,) * len(model), shared=shared)
-    decode = Engine(sizes[1], 0, blocks, rows, shared=shared, **layout)
-    return case_of(model, prefill, decode, spans, random.Random(f"{kind} {sizes}"))
-
-
-@pytest.mark.parametrize(("kind", "sizes"), crossed(list(CASES), SIZES), ids=str)
-def test_chunks_between_different_tensor_parallel_sizes(kind: str, sizes: tuple[int, int]) -> None:
-    with Cluster(case_between(kind, sizes), streams=True) as cluster:
-        cluster.stream(random.Random(f"steps {sizes}"))
-        assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
-        cluster.prefill.wait_released(cluster.requests)
-        assert cluster.decode.faults(cluster.requests) == []
-        assert cluster.prefill.is_untouched()
-
-
-def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
-    with Cluster(case_between("hybrid", (1, 1)), streams=True) as cluster:
-        request = cluster.requests[0]
-        cluster.prefill.begin(request)
-        cluster.decode.submit(request, cluster.prefill.stream(request))
-        cluster.prefill.compute(request, 0, 41)
-        (worker,) = cluster.decode.workers
-        wait_until(
-            lambda: worker.collect() is not None and worker.recorded["bytes"] > 0,
-            "the blocks of attention",
-        )
-        time.sleep(0.1)
-        assert worker.collect().received == set()
-        cluster.prefill.hold(request, is_streamed=True)
-        assert cluster.decode.wait_received([request]) == [set()]
-        assert cluster.decode.faults([request]) == []
-
-
-CHUNK = 12
-"""Tokens, of the prompts of the hybrid."""
-NUM_STEPS = 4
-
-
-def compute_steps(cluster: Cluster, request: Any, begin: int, end: int) -> None:
-    """Steps ``[begin, end)`` of a prompt, each when the one before has been read."""
-    workers = cluster.decode.workers
-    for step in range(begin, end):
-        before = [worker.collect() and worker.recorded["bytes"] for worker in workers]
-        stop = min((step + 1) * CHUNK, request.num_tokens)
-        cluster.prefill.compute(request, step * CHUNK, stop)
-        wait_until(
-            lambda before=before: all(
-                worker.collect() and worker.recorded["bytes"] > known
-                for worker, known in zip(workers, before, strict=True)
-            ),
-            f"step {step}",
-        )
-
-
-@pytest.mark.parametrize("fault_at", range(NUM_STEPS))
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["1:1", "2:1"])
-def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
-    sizes: tuple[int, int], fault_at: int
-) -> None:
-    """Zeroing of the blocks of a preempted prompt may come before its fence is replaced: what is
-    read in between passes the fence, and must not count."""
-    with Cluster(case_between("hybrid", sizes), streams=True) as cluster:
-        request = cluster.requests[0]
-        cluster.prefill.begin(request)
-        cluster.decode.submit(request, cluster.prefill.stream(request))
-        compute_steps(cluster, request, 0, fault_at)
-        right = [worker.memory.copy() for worker in cluster.prefill.workers]
-        for worker in cluster.prefill.workers:
-            worker.memory[:] = 0
-        compute_steps(cluster, request, fault_at, fault_at + 1)
-        cluster.prefill.preempt(request)
-        for worker, memory in zip(cluster.prefill.workers, right, strict=True):
-            worker.memory[:] = memory
-        compute_steps(cluster, request, 0, NUM_STEPS)
-        cluster.prefill.hold(request, is_streamed=True)
-        assert cluster.decode.wait_received([request]) == [set()]
-        wrong = cluster.decode.faults([request])
-        assert [one for one in wrong if "bytes wrong" in one] == []
-        cluster.prefill.wait_released([request])
-
-
-@pytest.mark.parametrize("fault_at", range(NUM_STEPS + 1))
-def test_a_prompt_that_is_aborted_before_its_states_are_there_fails_the_load(fault_at: int) -> None:
-    with Cluster(case_between("hybrid", (1, 1)), streams=True) as cluster:
-        request, other = cluster.requests
-        cluster.prefill.begin(request)
-        cluster.decode.submit(request, cluster.prefill.stream(request))
-        compute_steps(cluster, request, 0, fault_at)
-        cluster.prefill.abort(request)
-        assert cluster.decode.wait_received([request]) == [{f"d{request.number}"}]
-        (worker,) = cluster.decode.workers
-        assert worker.recorded["failures"] == {"expired": 1}
-        assert worker.recorded["num_read"] == {f"d{request.number}": 0}
-        cluster.prefill.begin(other)
-        cluster.decode.submit(other, cluster.prefill.stream(other))
-        cluster.prefill.compute(other, 0, other.num_tokens)
-        cluster.prefill.hold(other, is_streamed=True)
-        assert cluster.decode.wait_received(cluster.requests) == [{f"d{request.number}"}]
