@@ -23,7 +23,7 @@ from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.serving import Service
+from vllm_commext.proxy.session.session import Service, Session
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -81,9 +81,8 @@ class ProxyApp:
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
         async with open_session(self.config) as session:
-            pools = {pool.role: pool for pool in self.pools}
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
-            self._service = Service(self.config, self._upstream, pools, self.metrics, self.planner)
+            self._service = Service(self._upstream, self.planner)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
             monitor = HealthMonitor(session, self.config, lambda: is_adaptive(mode, pool))
@@ -134,7 +133,8 @@ class ProxyApp:
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             await intake.read(request)
             with self._admitted(request):
-                return await self._service.serve(request, intake, headers, outcome)
+                session = Session(self._service, request, intake, headers, outcome)
+                return await session.serve(request, intake)
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:

@@ -126,18 +126,25 @@ class ClientGoneError(CommextError):
 
 
 @dataclass
-class Outcome:
-    """Filled in while a request is served. kind, side: labels of the count. path: one of
-    `TWO_STEP`, `STREAMED`, `LOCAL_PREFILL`, `DIRECT`. is_answered: the client has its whole
-    stream."""
+class Route:
+    """Engines that an attempt asked. path: one of `TWO_STEP`, `STREAMED`, `LOCAL_PREFILL`,
+    `DIRECT`."""
 
-    request_id: str
-    kind: str = "ok"
-    side: str = SIDE_PROXY
     path: str = ""
     prefill: str = ""
     decode: str = ""
     placement: str = ""
+
+
+@dataclass
+class Outcome:
+    """Filled in while a request is served. kind, side: labels of the count. is_answered: the client
+    has its whole stream."""
+
+    request_id: str
+    kind: str = "ok"
+    side: str = SIDE_PROXY
+    route: Route = field(default_factory=Route)
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     is_answered: bool = False
@@ -150,12 +157,13 @@ class Outcome:
         return time.monotonic() - self.began
 
     def headers(self) -> dict[str, str]:
-        told = {"X-Request-Id": self.request_id, "X-Commext-Path": self.path}
-        told |= {"X-Commext-Decode": self.decode}
-        has_prefill = self.path in (TWO_STEP, STREAMED)
-        if self.placement:
-            told["X-Commext-Placement"] = self.placement
-        return told | ({"X-Commext-Prefill": self.prefill} if has_prefill else {})
+        route = self.route
+        told = {"X-Request-Id": self.request_id, "X-Commext-Path": route.path}
+        told |= {"X-Commext-Decode": route.decode}
+        has_prefill = route.path in (TWO_STEP, STREAMED)
+        if route.placement:
+            told["X-Commext-Placement"] = route.placement
+        return told | ({"X-Commext-Prefill": route.prefill} if has_prefill else {})
 
 
 def lack(error: BaseException | None) -> str:

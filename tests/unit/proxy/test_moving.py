@@ -14,7 +14,7 @@ from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import read_capabilities
-from vllm_commext.proxy.session import moving, serving
+from vllm_commext.proxy.session import move, session
 from vllm_commext.proxy.session.resume import Resume
 from vllm_commext.proxy.session.transcript import ANSWER
 
@@ -165,7 +165,7 @@ STAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Resume]] = {
 async def test_a_stream_that_cannot_leave_ends_where_it_is(
     kit: Any, case: str, ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "PREPARE_SECONDS", 0.2)
+    monkeypatch.setattr(session, "PREPARE_SECONDS", 0.2)
     body, options, expected = STAYS[case]
     engines = Engines(COMPLETIONS, OTHER if case == "another answer" else ANSWERED)
 
@@ -204,7 +204,7 @@ async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
 
 
 async def test_the_only_engine_keeps_its_streams(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PREPARE_SECONDS", 0.2)
+    monkeypatch.setattr(session, "PREPARE_SECONDS", 0.2)
     engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2, health_interval_seconds=60.0) as cluster:
         cluster.proxy.decode_pool.engines[1].healthy = False
@@ -281,7 +281,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
         has_ended.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(moving, "end_tasks", wait_long)
+    monkeypatch.setattr(move, "end_tasks", wait_long)
     engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2) as cluster:
         first, prefill = cluster.decode[0], cluster.prefill[0]
@@ -302,7 +302,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
 
 async def test_streams_move_a_few_at_a_time(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has begun to leave goes on at the other engine before the next one stops."""
-    monkeypatch.setattr(serving, "MAX_MOVES", 1)
+    monkeypatch.setattr(move, "MAX_MOVES", 1)
     engines, num_asked, lets = Engines(COMPLETIONS), 0, asyncio.Semaphore(0)
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, READ)

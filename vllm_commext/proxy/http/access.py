@@ -135,11 +135,11 @@ def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
 
 def log_access(request: web.Request, outcome: Outcome) -> None:
     """Log one line of ``name=value`` a request; values have no spaces."""
-    first = outcome.first_token_seconds
+    first, route = outcome.first_token_seconds, outcome.route
     access_logger.info(
         "id=%s client=%s endpoint=%s outcome=%s side=%s path=%s prefill=%s decode=%s "
         "first_token=%s seconds=%.3f",
         *(outcome.request_id, request.remote or "-", request.path, outcome.kind, outcome.side),
-        *(outcome.path or "-", outcome.prefill or "-", outcome.decode or "-"),
+        *(route.path or "-", route.prefill or "-", route.decode or "-"),
         *("-" if first is None else f"{first:.3f}", outcome.seconds),
     )

@@ -9,8 +9,6 @@ from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reas
 from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
-MIN_LEFT = 16
-"""An answer with fewer tokens left is not moved."""
 
 
 class Resume(Reason):

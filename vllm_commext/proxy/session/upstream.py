@@ -19,7 +19,7 @@ from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, MOST_TOKENS, Endpoint
-from vllm_commext.proxy.outcome import Losses, ProxyError
+from vllm_commext.proxy.outcome import Losses, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.releases import Key, Releases, new_key
@@ -130,14 +130,14 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
 @dataclass(eq=False)
 class Upstream:
     _session: aiohttp.ClientSession
-    _config: ProxyConfig
-    _prefill_pool: EnginePool
-    _decode_pool: EnginePool
-    _metrics: ProxyMetrics
+    config: ProxyConfig
+    prefill_pool: EnginePool
+    decode_pool: EnginePool
+    metrics: ProxyMetrics
 
     def __post_init__(self) -> None:
         def note(outcome: str, num_keys: int) -> None:
-            self._metrics.releases.labels(outcome).inc(num_keys)
+            self.metrics.releases.labels(outcome).inc(num_keys)
 
         self.releases = Releases(self._post_release, note)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
@@ -164,40 +164,40 @@ class Upstream:
 
         began = time.monotonic()
         tried = list(failed)
-        num_attempts = self._config.prefill_attempts
-        result = await self._ask(self._prefill_pool, num_attempts, payload, ask, tried, 0.0)
-        self._metrics.prefill_seconds.observe(time.monotonic() - began)
+        num_attempts = self.config.prefill_attempts
+        result = await self._ask(self.prefill_pool, num_attempts, payload, ask, tried, 0.0)
+        self.metrics.prefill_seconds.observe(time.monotonic() - began)
         return result
 
     async def decode(
         self,
         payload: Payload,
         failed: Sequence[Engine],
-        on_ask: Callable[[Engine], None],
+        route: Route,
     ) -> Opened:
         """Second step: an answer that has begun, the caller's to close. Another engine is asked
         while none can be connected to; one of *failed* last. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Opened:
-            on_ask(engine)
+            route.decode = engine.name
             if not payload.is_loading:
                 await self._take_turn(engine, payload, held)
             return await self._open_at(engine, payload, held)
 
-        pool, config = self._decode_pool, self._config
+        pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
         others = others if payload.only is None else []
         tried, began = list(failed) if others else [], time.monotonic()
         wait = config.engine_wait_seconds
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
-        self._metrics.decode_headers_seconds.observe(time.monotonic() - began)
+        self.metrics.decode_headers_seconds.observe(time.monotonic() - began)
         return opened
 
     async def fetch(
         self, method: str, path: str, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Answer of any engine, decode engines first: status, headers, body."""
-        seconds = self._config.health_timeout_seconds
+        seconds = self.config.health_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 await self._fetches.acquire()
@@ -212,9 +212,9 @@ class Upstream:
     async def _fetch(
         self, method: str, path: str, headers: Mapping[str, str], seconds: float
     ) -> tuple[int, Mapping[str, str], bytes]:
-        engine = self._decode_pool.pick() or self._prefill_pool.pick()
+        engine = self.decode_pool.pick() or self.prefill_pool.pick()
         if engine is None:
-            raise no_engine(self._decode_pool)
+            raise no_engine(self.decode_pool)
         timeout = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
             async with self._session.request(
@@ -239,7 +239,7 @@ class Upstream:
                 break
             engine, held = chosen
             if failure is not None:
-                self._metrics.retries.labels(pool.role).inc()
+                self.metrics.retries.labels(pool.role).inc()
             tried.append(engine)
             try:
                 return await ask(engine, held)
@@ -270,18 +270,18 @@ class Upstream:
                     return None
                 await asyncio.sleep(PICK_INTERVAL_SECONDS)
         held = chosen[1]
-        self._metrics.affinity_tokens.labels(pool.role, "held").inc(held)
-        self._metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
+        self.metrics.affinity_tokens.labels(pool.role, "held").inc(held)
+        self.metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
         return chosen
 
     async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
         """Wait until an engine of one rank has nearly computed its prompts."""
         is_known = len(engine.capabilities.ranks) == 1
-        if not is_known or not orders_prompts(self._config, self._decode_pool):
+        if not is_known or not orders_prompts(self.config, self.decode_pool):
             return
         if not payload.computes or not engine.load.speed.is_known:
             return
-        seconds = self._config.prefill_timeout_seconds
+        seconds = self.config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
             failures_of(engine, seconds, payload.losses, side),
@@ -292,7 +292,7 @@ class Upstream:
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int
     ) -> tuple[dict[str, Any] | None, Job | None]:
-        seconds = self._config.prefill_timeout_seconds
+        seconds = self.config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
             self._computing(engine, payload, held) as job,
@@ -314,7 +314,7 @@ class Upstream:
         await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
-        seconds = self._config.decode_timeout_seconds
+        seconds = self.config.decode_timeout_seconds
         bound = seconds if payload.is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
@@ -344,7 +344,7 @@ class Upstream:
     @contextmanager
     def _computing(self, engine: Engine, payload: Payload, held: int) -> Iterator[Job | None]:
         job, is_done = None, False
-        if payload.computes and reads_load(self._config, self._decode_pool):
+        if payload.computes and reads_load(self.config, self.decode_pool):
             job = engine.load.ask(payload.tokens - held, held, time.monotonic())
         try:
             yield job
@@ -356,7 +356,7 @@ class Upstream:
     def _expected(
         self, engine: Engine, payload: Payload, held: int
     ) -> tuple[Answer | None, Job | None]:
-        if not (payload.computes and reads_load(self._config, self._decode_pool)):
+        if not (payload.computes and reads_load(self.config, self.decode_pool)):
             return None, None
         now, load, plan = time.monotonic(), engine.load, payload.plan
         job, due = None, plan.first_token_at if plan is not None else now
@@ -367,7 +367,7 @@ class Upstream:
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
-        bound = self._config.health_timeout_seconds
+        bound = self.config.health_timeout_seconds
         response = await self._session.post(
             engine.url + payload.path,
             data=payload.content(),

@@ -1,0 +1,280 @@
+"""One attempt at a request: engines are chosen, one computes the prompt, one answers."""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, prefix_of
+from vllm_commext.proxy.engines.choice import Chooser, Plan
+from vllm_commext.proxy.engines.pool import DECODE, Engine
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, price, session_of
+from vllm_commext.proxy.outcome import (
+    DIRECT,
+    ENGINES_LOST,
+    LOCAL_PREFILL,
+    STREAMED,
+    TWO_STEP,
+    Losses,
+    ProxyError,
+    Route,
+)
+from vllm_commext.proxy.session import streams, two_step
+from vllm_commext.proxy.session.response import Opened
+from vllm_commext.proxy.session.streams import Stream
+from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
+from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
+
+logger = logging.getLogger("vllm.commext.proxy")
+
+NO_CHANGES: Mapping[str, Any] = {}
+
+
+class Asked:
+    """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
+    take both steps. only: the engine that has what the request goes on from."""
+
+    def __init__(
+        self, path: str, body: Any, headers: Mapping[str, str], min_prompt_tokens: int
+    ) -> None:
+        self.path, self.headers = path, headers
+        self.body = two_step.checked_body(body)
+        self.endpoint = endpoint = ENDPOINTS[path]
+        self.tokens, self.most = price(self.body), most_tokens(endpoint, self.body)
+        self.prefix = NO_PREFIX
+        self.local_reason = two_step.local_prefill_reason(endpoint, self.body, min_prompt_tokens)
+        self.only: Engine | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.headers.get("X-Request-Id", "")
+
+    def remember(self, session: str | None) -> None:
+        """Have engines chosen by the prompt's beginning, too."""
+        if self.endpoint.computes:
+            self.prefix = prefix_of(self.body, self.endpoint, session_of(self.body, session))
+
+    def forget(self) -> None:
+        self.body = {}
+
+
+@dataclass(eq=False)
+class Tries:
+    """Engines that have failed a request. num_failed: attempts at the answer's present part.
+    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
+    cached_tokens: at the first prefill engine."""
+
+    losses: Losses = field(default_factory=Losses)
+    prefill: list[Engine] = field(default_factory=list[Engine])
+    decode: list[Engine] = field(default_factory=list[Engine])
+    num_failed: int = 0
+    num_resumed: int = 0
+    answered_by: Engine | None = None
+    cached_tokens: int | None = None
+
+    def go_on_elsewhere(self) -> None:
+        self.num_resumed, self.num_failed = self.num_resumed + 1, 0
+
+    def fail(self) -> int:
+        self.num_failed += 1
+        return self.num_failed
+
+    def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
+        self.decode += [one for one in engines if one.name == error.engine]
+
+    def note(self, opened: Opened) -> None:
+        self.answered_by = opened.engine
+
+    @property
+    def is_again(self) -> bool:
+        return bool(self.num_failed or self.num_resumed)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """*transcript*: what the client has already. route: how the answer comes about."""
+
+    _upstream: Upstream
+    _chooser: Chooser
+    _asked: Asked
+    _tries: Tries
+    _transcript: Transcript | None
+    route: Route = field(default_factory=Route)
+    plan: Plan | None = None
+    _prefilled: Prefilled | None = None
+    _prefilled_at: float = 0.0
+    _source: Engine | None = None
+    """Prefill engine whose KV cache a decode engine is asked to read."""
+
+    def choose(self) -> None:
+        asked, tries = self._asked, self._tries
+        is_split = asked.endpoint.is_split
+        self.route.path = self.route.path if is_split else DIRECT
+        if not asked.endpoint.computes or asked.only is not None:
+            return
+        self.plan = self._chooser.plan(
+            *(asked.prefix, asked.tokens, asked.most, tries.prefill + tries.decode),
+            may_hand_over=is_split and asked.local_reason is None,
+        )
+        if self.plan is not None:
+            self.route.placement = self.plan.as_header()
+            self._upstream.metrics.placements.labels(self.plan.kind).inc()
+
+    @property
+    def local_reason(self) -> LocalPrefill | None:
+        """Reason why no prefill engine is asked, or None."""
+        is_local = self.plan is not None and self.plan.prefill is None
+        return self._asked.local_reason or (LocalPrefill.PLACEMENT if is_local else None)
+
+    async def prefill(self) -> Opened | None:
+        """Have the prompt computed; the answer, if both steps were taken at once."""
+        stream, prefilled = self._stream(), None
+        metrics = self._upstream.metrics
+        try:
+            prefilled = self._prefilled = await self._prefill(stream)
+            if prefilled is not None:
+                await stream.check_place(prefilled.kv_transfer_params or {})
+            if stream.is_under_way and (prefilled is not None or stream.is_alone):
+                opened = await self._take_stream(stream, prefilled)
+                if opened is not None:
+                    return opened
+        finally:
+            await stream.cancel()
+            if prefilled is not None or stream.way is AtOnce.ALONE:
+                metrics.streams.labels(stream.way).inc()
+        if prefilled is not None and not self._has_reader(prefilled.engine):
+            self.release()
+            metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
+        self.route.path = LOCAL_PREFILL
+        return None
+
+    async def decode(self, changes: Mapping[str, Any] = NO_CHANGES) -> Opened:
+        """A decode engine's answer. *changes*: of the body."""
+        prefilled, body, tries = self._prefilled, {**self._asked.body, **changes}, self._tries
+        if prefilled is not None and prefilled.kv_transfer_params is not None:
+            self.route.path, self.route.prefill = TWO_STEP, prefilled.engine.name
+            body = two_step.decode_body(body, prefilled.kv_transfer_params)
+            self._source = prefilled.engine
+        opened = await self._decode(self._payload(body), self._avoided())
+        if tries.num_resumed:
+            opened.cached_tokens = tries.cached_tokens
+        else:
+            tries.cached_tokens = None if prefilled is None else prefilled.cached_tokens
+        return opened
+
+    def hand_over(self, opened: Opened) -> float | None:
+        """Give the prefill's KV cache to the engine that answers; the seconds that passed since it
+        was computed, or None if none was."""
+        prefilled, self._prefilled = self._prefilled, None
+        if prefilled is None:
+            return None
+        if prefilled.job is not None:
+            if opened.answer is not None:
+                opened.answer.source = prefilled.job
+            else:
+                prefilled.job.read()
+        return max(0.0, opened.opened_at - self._prefilled_at)
+
+    def release(self) -> None:
+        """Have the prefill engine free what will not be read."""
+        prefilled, self._prefilled = self._prefilled, None
+        if prefilled is None:
+            return
+        if prefilled.job is not None:
+            prefilled.job.read()
+        self._upstream.releases.add(prefilled.key)
+        if not prefilled.key.value:
+            logger.warning(
+                "request %s ended before a decode engine answered: unless one has read them, "
+                "%s keeps its KV blocks until their lease expires",
+                *(self._asked.request_id, prefilled.engine.name),
+            )
+
+    def blame(self, error: ProxyError) -> None:
+        """Leave the next attempt to others: a load fails because of either side."""
+        self._tries.blame(error, self._upstream.decode_pool.engines)
+        if self._source is not None:
+            self._tries.prefill.append(self._source)
+
+    def _has_reader(self, source: Engine) -> bool:
+        urls = {one.url for one in self._upstream.decode_pool.engines if one.usable}
+        return urls != {source.url}
+
+    def _avoided(self) -> list[Engine]:
+        """Decode engines to ask last: those that failed, and the prefill engine itself, which
+        cannot read from itself while it changes its role."""
+        source, tries = self._source.url if self._source else None, self._tries
+        itself = [one for one in self._upstream.decode_pool.engines if one.url == source]
+        left = [tries.answered_by] if tries.answered_by is not None else []
+        return tries.decode + itself + left
+
+    def _payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
+        asked, streams = self._asked, bool(body.get("stream")) if is_stream is None else is_stream
+        losses = self._tries.losses
+        return Payload(
+            *(asked.path, asked.headers, body, asked.tokens, streams, asked.prefix, losses),
+            *(self.plan, asked.most, asked.only),
+        )
+
+    async def _decode(self, payload: Payload, avoided: Sequence[Engine]) -> Opened:
+        if (transcript := self._transcript) is not None:
+            edit = without_prompt if transcript.hides_ids else payload.edit
+            payload = replace(payload, body=transcript.asking(payload.body), edit=edit)
+        return await self._upstream.decode(payload, avoided, self.route)
+
+    def _stream(self) -> Stream:
+        async def ask(payload: Payload, source: Engine) -> Opened:
+            if not self._has_reader(source):
+                message = f"no decode engine can be asked beside {source.name}"
+                raise ProxyError(503, "no_engine", message, side=DECODE, can_restart=True)
+            return await self._decode(payload, [*self._tries.decode, source])
+
+        usable = [one for one in self._upstream.decode_pool.engines if one.usable]
+        mode, body = self._upstream.config.stream_chunks, self._asked.body
+        refusal = streams.refusal(mode, body, usable)
+        if self._tries.is_again and refusal != AtOnce.OFF:
+            refusal = AtOnce.AGAIN
+        return Stream(body, self._payload, ask, refusal)
+
+    async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:
+        """Answer of a decode engine that was asked at once; None to ask it again with the prefill's
+        answer."""
+        self.route.path, self.route.prefill = STREAMED, stream.source
+        opened = await stream.opened()
+        if isinstance(opened, ProxyError):
+            if prefilled is None or not opened.can_restart:
+                raise opened
+            logger.warning("request %s is not streamed: %s", self._asked.request_id, opened)
+            return None
+        if prefilled is not None:
+            opened.cached_tokens = self._tries.cached_tokens = prefilled.cached_tokens
+        return opened
+
+    async def _prefill(self, stream: Stream) -> Prefilled | None:
+        """The first step, or None, counted by reason."""
+        if (reason := self.local_reason) is None:
+            body, failed = two_step.prefill_body(self._asked.body), self._tries.prefill
+            payload = self._payload(body, is_stream=False)
+            try:
+                prefilled = await self._upstream.prefill(payload, failed, stream)
+            except ProxyError as error:
+                if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):
+                    raise
+                away = error.kind in ("no_engine", "unreachable", "lost", "draining")
+                reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
+                reason = LocalPrefill.AFTER_FAILURE if failed else reason
+            else:
+                self._prefilled_at = time.monotonic()
+                if prefilled.kv_transfer_params is not None:
+                    if prefilled.job is not None:
+                        prefilled.job.keep()
+                    return prefilled
+                reason = LocalPrefill.NO_PARAMETERS
+                logger.info(
+                    "%s returned no kv_transfer_params; has it a KV connector as producer?",
+                    prefilled.engine.name,
+                )
+        self._upstream.metrics.local_prefills.labels(reason).inc()
+        return None
