@@ -2,7 +2,7 @@
 kernel runs on the CPU, and mapped memory is that of the process itself at other addresses."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_for_back_off,
     wait_until,
 )
-from tests.cpu.nixl_agents.streams import Decode, Prefill, check_chunk_by_chunk
+from tests.cpu.nixl_agents.streams import CHUNKS, Prompt
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import HostDevice, HostOffer
 from vllm_commext.nixl.mapped import gather
@@ -251,9 +251,7 @@ def test_a_launch_that_is_refused_is_tried_over_a_new_connection(pair: Pair) -> 
     assert len(pair.decode.recorded["handshake_seconds"]) == 2
 
 
-@pytest.fixture
-def streamed(make_engine: MakeEngine) -> Iterator[tuple[Prefill, Decode]]:
-    """A prompt's two sides, with mapped reads."""
+def test_chunks_are_read_while_the_prompt_is_computed(make_engine: MakeEngine) -> None:
     offers: list[HostOffer] = []
 
     def offer(rows: Any) -> Any:
@@ -264,13 +262,13 @@ def streamed(make_engine: MakeEngine) -> Iterator[tuple[Prefill, Decode]]:
         side = {"offer": offer} if engine_id == "p" else {"mapper": Mapper(HostDevice(), PLACE)}
         return make_engine(engine_id, **side, **settings)
 
-    prefill = Prefill(make)
-    decode = Decode(make, prefill.engine.port)
-    yield prefill, decode
-    decode.close()
-
-
-def test_chunks_are_read_while_the_prompt_is_computed(streamed: tuple[Prefill, Decode]) -> None:
-    check_chunk_by_chunk(*streamed)
-    recorded = streamed[1].engine.recorded
+    prompt = Prompt(make)
+    prompt.compute(0)
+    prompt.load()
+    for chunk in range(1, len(CHUNKS)):
+        wait_until(lambda stop=2 * chunk: prompt.has(0, stop), f"chunk {chunk}")
+        prompt.compute(chunk)
+    assert prompt.wait() == ""
+    assert prompt.has(0, 2 * len(CHUNKS))
+    recorded = prompt.decode.recorded
     assert recorded["mapped_bytes"] == recorded["bytes"] > recorded["hidden_bytes"] > 0

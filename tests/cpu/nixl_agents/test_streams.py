@@ -1,7 +1,7 @@
 """Prompts that are read while they are computed, between real agents: every chunk, and faults at
 each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
-from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Decode, Prefill, check_chunk_by_chunk
+from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Prompt
 from tests.kit.crossed import crossed
-from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.transfer_thread import GiveUp
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,197 +28,160 @@ AT_EACH = pytest.mark.parametrize("fault_at", range(NUM_CHUNKS))
 Make = Callable[..., Any]
 
 
-@pytest.fixture(name="prefill")
-def _prefill(make_engine: Make) -> Prefill:
-    return Prefill(make_engine)
+@pytest.fixture
+def prompt(make_engine: Make) -> Prompt:
+    return Prompt(make_engine)
 
 
-@pytest.fixture(name="make_decode")
-def _make_decode(make_engine: Make, prefill: Prefill) -> Iterator[Callable[..., Decode]]:
-    made: list[Decode] = []
-
-    def make(**settings: Any) -> Decode:
-        made.append(Decode(make_engine, prefill.engine.port, **settings))
-        return made[-1]
-
-    yield make
-    for decode in made:
-        decode.close()
-
-
-@pytest.fixture(name="decode")
-def _decode(make_decode: Callable[..., Decode]) -> Decode:
-    return make_decode()
-
-
-def compute(prefill: Prefill, decode: Decode, begin: int, end: int) -> None:
+def compute(prompt: Prompt, begin: int, end: int) -> None:
     """Compute chunks, each when the one before has been read."""
-    for number in range(begin, end):
-        prefill.compute("r", number)
-        stop = 2 * (number + 1)
-        wait_until(lambda stop=stop: decode.has(prefill.right, 0, stop), f"chunk {number}")
+    for chunk in range(begin, end):
+        prompt.compute(chunk)
+        stop = 2 * (chunk + 1)
+        wait_until(lambda stop=stop: prompt.has(0, stop), f"chunk {chunk}")
 
 
-def test_each_chunk_is_read_when_it_is_computed(prefill: Prefill, decode: Decode) -> None:
-    check_chunk_by_chunk(prefill, decode)
-    recorded = decode.engine.recorded
+def begin_to_read(prompt: Prompt, num_chunks: int = 1) -> None:
+    prompt.compute(0)
+    prompt.load()
+    compute(prompt, 1, num_chunks)
+
+
+def test_each_chunk_is_read_when_it_is_computed(prompt: Prompt) -> None:
+    begin_to_read(prompt)
+    for stop in range(2, len(BLOCKS) + 1, 2):
+        wait_until(lambda stop=stop: prompt.has(0, stop), f"{stop} blocks")
+        assert prompt.is_untouched_but(stop)
+        if stop < len(BLOCKS):
+            assert "d" not in prompt.decode.collect().received
+            prompt.compute(stop // 2)
+    assert prompt.wait() == ""
+    recorded = prompt.decode.recorded
     # All but the last chunk, whose block is filled by half and read whole.
     assert recorded["hidden_bytes"] * len(BLOCKS) == recorded["bytes"] * (len(BLOCKS) - 2)
-    prefill.finish("r")
-    prefill.wait_freed("r")
-    assert prefill.add("again", 1) == Handover.REPEATED_KEY
+    prompt.finish()
+    prompt.wait_freed()
 
 
 def test_between_chunks_every_turn_looks_for_the_next_one(
-    prefill: Prefill, decode: Decode, monkeypatch: pytest.MonkeyPatch
+    prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that only holds blocks looks at all else ten times a second; this one does not."""
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    wait_until(lambda: decode.has(prefill.right, 0, 2), "the first chunk")
-    thread = decode.engine.thread
+    begin_to_read(prompt)
+    wait_until(lambda: prompt.has(0, 2), "the first chunk")
+    thread = prompt.decode.thread
     turns: list[float] = []
     take_turn = thread._turn
-
-    def noted_turn() -> None:
-        take_turn()
-        turns.append(thread._next_turn)
-
-    monkeypatch.setattr(thread, "_turn", noted_turn)
+    monkeypatch.setattr(thread, "_turn", lambda: (take_turn(), turns.append(thread._next_turn)))
     wait_until(lambda: len(turns) > 10, "some turns")
     assert set(turns) == {0.0}
-    for number in range(1, NUM_CHUNKS):
-        prefill.compute("r", number)
-    assert decode.wait("d") == ""
+    prompt.compute_all(1)
+    assert prompt.wait() == ""
 
 
-def test_a_prompt_that_is_computed_already_is_read_at_once(
-    prefill: Prefill, decode: Decode
-) -> None:
-    prefill.add("r", 1)
-    for number in range(NUM_CHUNKS):
-        prefill.compute("r", number)
-    prefill.finish("r")
-    decode.load("d", 1)
-    assert decode.wait("d") == ""
-    assert decode.engine.recorded["hidden_bytes"] == 0 < decode.engine.recorded["bytes"]
-    assert decode.has(prefill.right, 0, len(BLOCKS))
-    prefill.wait_freed("r")
+def test_a_prompt_that_is_computed_already_is_read_at_once(prompt: Prompt) -> None:
+    prompt.compute_all()
+    prompt.finish()
+    prompt.load()
+    assert prompt.wait() == ""
+    assert prompt.decode.recorded["hidden_bytes"] == 0 < prompt.decode.recorded["bytes"]
+    assert prompt.has(0, len(BLOCKS))
+    prompt.wait_freed()
 
 
 @pytest.mark.parametrize("first", [1, 3, 7])
-def test_what_is_here_is_not_read(prefill: Prefill, decode: Decode, first: int) -> None:
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1, first)
-    for number in range(1, NUM_CHUNKS):
-        prefill.compute("r", number)
-    assert decode.wait("d") == ""
-    assert decode.has(prefill.right, first, len(BLOCKS))
-    assert not decode.has(prefill.right, 0, first)
+def test_what_is_here_is_not_read(prompt: Prompt, first: int) -> None:
+    prompt.compute(0)
+    prompt.load(first=first)
+    prompt.compute_all(1)
+    assert prompt.wait() == ""
+    assert prompt.has(first, len(BLOCKS))
+    assert not prompt.has(0, first)
 
 
 @AT_EACH
-def test_a_preempted_prompt_is_read_anew(prefill: Prefill, decode: Decode, fault_at: int) -> None:
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    compute(prefill, decode, 1, fault_at)
+def test_a_preempted_prompt_is_read_anew(prompt: Prompt, fault_at: int) -> None:
+    begin_to_read(prompt, fault_at)
     for _ in range(2):
-        prefill.preempt("r")
-        prefill.compute("r", 0, begins=True)
-    compute(prefill, decode, 1, NUM_CHUNKS)
-    assert decode.wait("d") == ""
-    assert decode.has(prefill.right, 0, len(BLOCKS))
+        prompt.preempt()
+        prompt.compute(0)
+    compute(prompt, 1, NUM_CHUNKS)
+    assert prompt.wait() == ""
+    assert prompt.has(0, len(BLOCKS))
 
 
-def test_a_prompt_that_is_preempted_again_and_again_fails(prefill: Prefill, decode: Decode) -> None:
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
+def test_a_prompt_that_is_preempted_again_and_again_fails(prompt: Prompt) -> None:
+    begin_to_read(prompt)
     for _ in range(3):
-        wait_until(lambda: decode.has(prefill.right, 0, 2), "the first chunk")
-        prefill.preempt("r")
-        decode.engine.memory[0][:] = 0
-        prefill.compute("r", 0, begins=True)
-    assert decode.wait("d") == "expired"
+        wait_until(lambda: prompt.has(0, 2), "the first chunk")
+        prompt.preempt()
+        prompt.decode.memory[0][:] = 0
+        prompt.compute(0)
+    assert prompt.wait() == "expired"
 
 
 @AT_EACH
 def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(
-    prefill: Prefill, decode: Decode, fault_at: int
+    prompt: Prompt, fault_at: int
 ) -> None:
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    compute(prefill, decode, 1, fault_at)
-    prefill.finish("r", lease_seconds=0.0)
-    prefill.wait_freed("r")
-    assert decode.wait("d") == "expired"
-    (num_read,) = decode.engine.recorded["num_read"].values()
+    begin_to_read(prompt, fault_at)
+    prompt.finish(lease_seconds=0.0)
+    prompt.wait_freed()
+    assert prompt.wait() == "expired"
+    (num_read,) = prompt.decode.recorded["num_read"].values()
     # Chunks whose fence has not come any more do not count.
     assert num_read in [2 * BLOCK_SIZE * one for one in range(max(fault_at, 1) + 1)]
-    prefill.add("next", 2)
-    prefill.run_all("next")
-    decode.load("d2", 2)
-    decode.engine.wait(lambda: "d2" in decode.engine.collect().received)
-    assert "d2" not in decode.engine.outcomes.failed
-    assert decode.has(prefill.right, 0, len(BLOCKS))
+    prompt.begin(2)
+    prompt.compute_all()
+    prompt.load("d2")
+    assert prompt.wait("d2") == ""
+    assert prompt.has(0, len(BLOCKS))
 
 
 @AT_EACH
-def test_a_prefill_that_goes_no_further_fails_the_load(
-    prefill: Prefill, make_decode: Callable[..., Decode], fault_at: int
-) -> None:
-    decode = make_decode(transfer_timeout=1.0)
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    for number in range(1, fault_at):
-        prefill.compute("r", number)
-    assert decode.wait("d") == "timeout"
-    assert decode.engine.recorded["num_read"] == {"d": 2 * BLOCK_SIZE * max(fault_at, 1)}
-    assert decode.engine.outcomes.late == set()
+def test_a_prefill_that_goes_no_further_fails_the_load(make_engine: Make, fault_at: int) -> None:
+    prompt = Prompt(make_engine, transfer_timeout=1.0)
+    prompt.compute(0)
+    prompt.load()
+    for chunk in range(1, fault_at):
+        prompt.compute(chunk)
+    assert prompt.wait() == "timeout"
+    assert prompt.decode.recorded["num_read"] == {"d": 2 * BLOCK_SIZE * max(fault_at, 1)}
+    assert prompt.decode.outcomes.late == set()
 
 
 def test_a_chunk_that_does_not_arrive_is_given_up_and_settles(
-    prefill: Prefill, make_decode: Callable[..., Decode], monkeypatch: pytest.MonkeyPatch
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = make_decode(transfer_timeout=1.0)
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    agent = decode.engine.agent
+    prompt = Prompt(make_engine, transfer_timeout=1.0)
+    prompt.compute(0)
+    decode, agent = prompt.decode, prompt.decode.agent
     make_read = agent.make_read
     slow: list[SlowReads] = []
 
     def make(local: Any, own: Any, remote: Any, theirs: Any) -> Any:
-        links = decode.engine.thread._loader._peers._links._all
+        links = decode.thread._loader._peers._links._all
         if not slow and any(remote is link.reader._remote_list for link in links):
             slow.append(SlowReads(agent, monkeypatch))
         return make_read(local, own, remote, theirs)
 
     monkeypatch.setattr(agent, "make_read", make)
-    decode.load("d", 1)
-    decode.engine.wait(lambda: decode.engine.collect().late == {"d"})
-    assert decode.engine.outcomes.received == set()
-    decode.engine.thread.submit(GiveUp("d"))
-    assert decode.wait("d") == "timeout"
-    assert decode.engine.recorded["num_read"] == {"d": 0}
-    assert decode.engine.outcomes.settled == set()
+    prompt.load()
+    decode.wait(lambda: decode.collect().late == {"d"})
+    assert decode.outcomes.received == set()
+    decode.thread.submit(GiveUp("d"))
+    assert prompt.wait() == "timeout"
+    assert decode.recorded["num_read"] == {"d": 0}
+    assert decode.outcomes.settled == set()
     slow[0].end()
-    decode.engine.wait(lambda: decode.engine.collect().settled == {"d"})
+    decode.wait(lambda: decode.collect().settled == {"d"})
 
 
-def test_a_decode_engine_that_streams_nothing_says_so(
-    prefill: Prefill, make_decode: Callable[..., Decode]
-) -> None:
-    decode = make_decode(stream_chunks=False)
-    prefill.add("r", 1)
-    prefill.compute("r", 0)
-    decode.load("d", 1)
-    assert decode.wait("d") == "request"
-    assert decode.is_untouched_but(0)
+def test_a_decode_engine_that_streams_nothing_says_so(make_engine: Make) -> None:
+    prompt = Prompt(make_engine, stream_chunks=False)
+    begin_to_read(prompt)
+    assert prompt.wait() == "request"
+    assert prompt.is_untouched_but(0)
 
 
 @pytest.mark.parametrize(("fault", "num_computed"), crossed(["kill", "stop"], [2, 6]))
