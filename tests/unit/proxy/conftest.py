@@ -90,9 +90,21 @@ async def both_ok(call: Call) -> None:
     await (prefill_ok if params.get("do_remote_decode") else decode_ok)(call)
 
 
+ANSWERS: dict[str, Any] = {
+    "/v1/messages": {"type": "message", "content": [{"type": "text", "text": "hello"}]},
+    "/v1/messages/count_tokens": {"input_tokens": 3},
+    "/v1/responses": {"object": "response", "output": []},
+    "/v1/embeddings": {"data": [{"embedding": [0.5]}]},
+    "/tokenize": {"tokens": [1], "count": 1},
+    "/detokenize": {"prompt": "hello"},
+}
+"""Answers by path; all others have choices."""
+
+
 async def decode_ok(call: Call) -> None:
     if not call.body.get("stream"):
-        await call.answer(200, b'{"choices": [{"text": "hello"}]}')
+        told = ANSWERS.get(call.path, {"choices": [{"text": "hello"}]})
+        await call.answer(200, json.dumps(told).encode())
         return
     await streaming(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")(call)
 

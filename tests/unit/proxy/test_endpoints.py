@@ -146,18 +146,13 @@ CLIENTS = {
     "ids": (GENERATE, of_ids),
     "batch": (f"{CHAT}/batch", lambda *one: {"messages": [of_chat(*one)["messages"]]}),
 }
-ANSWERS = {
-    MESSAGES: {"id": "m", "type": "message", "content": [{"type": "text", "text": "hello"}]},
-    RESPONSES: {"id": "resp_1", "object": "response", "output": []},
-}
-CHOICE = {"text": "hello", "message": {"content": "hello"}, "token_ids": [1]}
 
 
 async def answered(call: Any) -> None:
     """As each endpoint is answered; an id says which engine gave it."""
     port = call.writer.get_extra_info("sockname")[1]
-    content = {"id": "", "choices": [CHOICE], **ANSWERS.get(call.path, {})}
-    content["id"] = f"resp_{port}_{id(call)}"
+    told = {"choices": [{"token_ids": [1]}], "content": [], "output": []}
+    content = {"id": f"resp_{port}_{id(call)}", **told}
     if call.body.get("stream"):
         created = {"response": content, "type": "response.created"}
         done = {"response": content, "type": "response.completed"}
@@ -281,3 +276,40 @@ async def test_one_engine_alone_judges_ids_itself(kit: Any) -> None:
         cluster.decode[0].behave = answered
         body = {"input": "go on", "previous_response_id": "resp_old"}
         assert (await cluster.ask(body, RESPONSES)).status == 200
+
+
+NO_ANSWERS: list[Any] = [
+    *({}, [], None, 3, "choices", {"error": None}, {"object": "list", "usage": {}}),
+    *({"choices": value} for value in ([], None, {}, "x", [None], [{}], [[]], [{"index": 0}])),
+    {"choices": [{"text": "x"}, {}]},
+    {"choices": [{"text": None, "finish_reason": "stop"}]},
+    {"choices": [{}] * 50_000},
+]
+
+
+@pytest.mark.parametrize("path", [*ENDPOINTS])
+async def test_what_is_no_answer_is_asked_for_again_and_then_an_error(kit: Any, path: str) -> None:
+    body = {"prompt": "a", "messages": []}
+    async with kit.cluster(1, 2) as cluster:
+        bad, good = cluster.decode
+        for content in NO_ANSWERS:
+            bad.behave = good.behave = kit.answering(200, json.dumps(content).encode())
+            num_asked = len(bad.calls), len(good.calls)
+            response = await cluster.ask(body, path)
+            assert (response.status, response.headers["X-Commext-Side"]) == (502, "decode")
+            assert (await response.json())["error"]["type"] == "bad_answer"
+            assert (len(bad.calls), len(good.calls)) == (num_asked[0] + 1, num_asked[1] + 1)
+            good.behave = kit.decode_ok
+            assert [(await cluster.ask(body, path)).status for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, GENERATE])
+async def test_a_stream_of_nothing_is_no_answer_either(kit: Any, path: str) -> None:
+    async with kit.cluster(1, 2) as cluster:
+        for content in (one for one in NO_ANSWERS[:-3] if isinstance(one, dict)):
+            event = b"data: " + json.dumps(content).encode() + b"\n\n"
+            for engine in cluster.decode:
+                engine.behave = kit.streaming(event, event, b"data: [DONE]\n\n")
+            response = await cluster.ask({"prompt": "a", "messages": [], "stream": True}, path)
+            assert response.status == 502, content
+            assert (await response.json())["error"]["type"] == "bad_answer"

@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.http.body import OBJECTS, RawJson, num_tokens
+import msgspec
 
+from vllm_commext.proxy.http.body import OBJECTS, RawJson, decode, num_tokens
+
+CHOICES = "choices"
+_ONE_OF = ("text", "message", "delta", "token_ids")
+"""Members of a choice, of which it has one at least."""
 MAX_SAMPLES = 1 << 14
+MAX_DECODED_BYTES = 64 << 10
 MOST_TOKENS = 1 << 15
 _PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "documents", "tools")
@@ -25,38 +31,33 @@ _NO_PROMPT = frozenset(
 @dataclass(frozen=True)
 class Endpoint:
     """name: a metric's label. prompt: members that become the prompt, in the order in which
-    templates write them. answer: a member of every answer; has_choices: a list of at least one, of
-    objects with one of these. lengths: members that bound the answer. is_split: a prefill and a
-    decode engine may share it; then its streams may be resumed and moved, too. computes: it takes
-    an engine's accelerator. keeps: its engine knows the answer by its id."""
+    templates write them. answer: a member of every answer. lengths: members that bound the answer.
+    is_split: a prefill and a decode engine may share it; then its streams may be resumed and moved,
+    too. computes: it takes an engine's accelerator. keeps: its engine knows the answer by its
+    id."""
 
     name: str
     prompt: tuple[str, ...]
-    answer: str = "choices"
-    has_choices: tuple[str, ...] = ()
+    answer: str = CHOICES
     lengths: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     is_split: bool = False
     computes: bool = True
     keeps: bool = False
 
 
-COMPLETIONS = Endpoint(
-    "completions", ("prompt_embeds", "prompt", "suffix"), has_choices=("text",), is_split=True
-)
-CHAT = Endpoint("chat", (*_TEMPLATE, "messages"), has_choices=("message",), is_split=True)
+COMPLETIONS = Endpoint("completions", ("prompt_embeds", "prompt", "suffix"), is_split=True)
+CHAT = Endpoint("chat", (*_TEMPLATE, "messages"), is_split=True)
 ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
-    "/v1/chat/completions/batch": Endpoint("chat_batch", CHAT.prompt, has_choices=("message",)),
+    "/v1/chat/completions/batch": Endpoint("chat_batch", CHAT.prompt),
     "/v1/messages": Endpoint("messages", ("system", *_TEMPLATE, "messages"), "content"),
     "/v1/responses": Endpoint(
         *("responses", ("instructions", *_TEMPLATE, "previous_input_messages", "input"), "output"),
         lengths=("max_output_tokens",),
         keeps=True,
     ),
-    "/inference/v1/generate": Endpoint(
-        "generate", ("features", "content_parts", "token_ids"), has_choices=("token_ids", "text")
-    ),
+    "/inference/v1/generate": Endpoint("generate", ("features", "content_parts", "token_ids")),
     "/v1/embeddings": Endpoint("embeddings", ("input", "messages"), "data"),
     "/v1/messages/count_tokens": Endpoint(
         "count_tokens", ("system", *_TEMPLATE, "messages"), "input_tokens", computes=False
@@ -163,3 +164,33 @@ def answer_id(beginning: bytes) -> str:
     """The id in the *beginning* of an answer or of its first event; "" without one."""
     found = _ID.search(beginning, 0, 4096)
     return found[1].decode(errors="replace") if found else ""
+
+
+_WANTED = sorted({endpoint.answer for endpoint in ENDPOINTS.values()})
+_Answer = msgspec.defstruct(
+    "_Answer", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in _WANTED]
+)
+_ANSWERS = msgspec.json.Decoder(_Answer)
+
+
+def lack_of(endpoint: Endpoint, answer: bytes) -> str:
+    """Reason why a whole *answer* is none, without building what is in it; "" for a good one."""
+    try:
+        told = getattr(_ANSWERS.decode(answer), endpoint.answer)
+    except (ValueError, RecursionError) as error:
+        return f"{len(answer)} bytes that are no JSON object ({error})"
+    is_there = _has_choices(told) if endpoint.answer == CHOICES else bytes(told) != b"null"
+    return "" if is_there else f"JSON without {endpoint.answer}"
+
+
+def _has_choices(told: msgspec.Raw) -> bool:
+    text = bytes(told)
+    if len(text) > MAX_DECODED_BYTES:  # no text has a name in quotes that are not escaped
+        return text[:1] == b"[" and any(b'"%s"' % name.encode() in text for name in _ONE_OF)
+    choices = decode(text)
+    return isinstance(choices, list) and bool(choices) and all(map(holds, choices))
+
+
+def holds(choice: Any) -> bool:
+    """True if *choice*, of an answer or an event, is one."""
+    return isinstance(choice, dict) and any(choice.get(name) is not None for name in _ONE_OF)

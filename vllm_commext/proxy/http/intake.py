@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Generator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -12,10 +13,23 @@ from vllm_commext.proxy.deadline import UploadWatch
 from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, members_of
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
+T = TypeVar("T")
 SMALL_BODY_BYTES = MIB
 _FOR_SMALL_BODIES = 8
 """One such part of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
 _STEP_SECONDS = 0.002
+
+
+async def in_steps(work: Generator[None, None, T]) -> T:
+    """Run *work* for at most `_STEP_SECONDS` at a time."""
+    try:
+        while True:
+            end = time.perf_counter() + _STEP_SECONDS
+            while time.perf_counter() < end:
+                next(work)
+            await asyncio.sleep(0)
+    except StopIteration as done:
+        return done.value
 
 
 class BodyBudget:

@@ -5,10 +5,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_commext.proxy.http.body import decode
+from vllm_commext.proxy.http.endpoints import CHOICES, COMPLETIONS, holds, lack_of
+
 MAX_HELD_BYTES = 8 << 20
 _ABORT = b'"abort"'
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+_ENVELOPE = frozenset(
+    ("created", "id", "model", "object", "service_tier", "system_fingerprint", "usage")
+)
+MAX_DECODED_BYTES = 256 << 10
 _CACHED = b'"cached_tokens"'
 _CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)(?:\d+|null)')
+_NUMBERS = re.compile(rb"\[[\d,]*\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
@@ -72,13 +81,8 @@ def opens_aborted(events: bytes) -> bool:
 
 
 def is_aborted(answer: bytes) -> bool:
-    if _ABORT not in answer:
-        return False
-    try:
-        content = json.loads(answer)
-    except (ValueError, RecursionError):
-        return False  # the beginning of a long one
-    return isinstance(content, dict) and _has_aborted(content)
+    """True for a whole answer that its engine gave up. No text looks so: its quotes are escaped."""
+    return _ABORTED.search(answer) is not None and not lack_of(COMPLETIONS, answer)
 
 
 def _choices(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -98,22 +102,32 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def says_nothing(events: bytes) -> bool:
-    """True for a chat's role, usage, or the end mark alone, as vLLM 0.32 ends a completion that is
-    aborted before its first token."""
+    """True for a chat's role, usage, an event that holds nothing, or the end mark alone, as vLLM
+    0.32 ends a completion that is aborted before its first token."""
     contents = _contents(events)
     if not contents:
         return events.strip() == DONE
-    return all(one.get("choices") == [] or _is_role_alone(one) for one in contents)
+    return all(_is_void(one) or _is_role_alone(one) for one in contents)
+
+
+def _is_void(content: Mapping[str, Any]) -> bool:
+    if CHOICES in content:
+        return not any(map(holds, _choices(content)))
+    return all(value is None or name in _ENVELOPE for name, value in content.items())
 
 
 def _contents(events: bytes) -> list[dict[str, Any]]:
-    """JSON objects of *events*; none if there is anything else."""
+    """JSON objects of *events*; none if there is anything else, or much."""
     contents: list[dict[str, Any]] = []
+    if len(events) > MAX_DECODED_BYTES:
+        events = _NUMBERS.sub(b"[]", events)
+    if len(events) > MAX_DECODED_BYTES:
+        return []
     for line in events.split(b"\n"):
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
         try:
-            content = json.loads(line[5:])
+            content = decode(line[5:])
         except (ValueError, RecursionError):
             return []
         if not isinstance(content, dict):

@@ -1,7 +1,6 @@
 """The beginning of an engine's answer; failures become a `ProxyError`."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import decode
+from vllm_commext.proxy.http.body import members_of
 from vllm_commext.proxy.http.connections import complaints
+from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
+from vllm_commext.proxy.http.intake import in_steps
 from vllm_commext.proxy.http.sse import (
     EventCutter,
     is_aborted,
@@ -26,7 +27,7 @@ from vllm_commext.proxy.http.sse import (
 from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
 from vllm_commext.proxy.policy.load import Answer
 
-MAX_ANSWER_BYTES = 64 * MIB
+MAX_ANSWER_BYTES = 16 * MIB
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, EngineLostError)
 _CORS = ("access-control-", "vary")
@@ -118,11 +119,14 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
     return EngineAnswer(bytes(body), headers)
 
 
-def prefilled_params(engine: Engine, status: int, answer: EngineAnswer) -> dict[str, Any] | None:
+async def prefilled_params(
+    engine: Engine, status: int, answer: EngineAnswer
+) -> dict[str, Any] | None:
+    """Parameters in a prefill's *answer*; what is long in them stays text."""
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
-        content = json.loads(answer.body)
+        content = await in_steps(members_of(answer.body))
     except (ValueError, RecursionError) as error:
         raise bad_answer(engine, f"{len(answer.body)} bytes that are no JSON ({error})") from error
     if status != 200 or not isinstance(content, dict):
@@ -171,15 +175,6 @@ def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
     return bad_answer(engine, "another answer than that which it was to go on with")
 
 
-def check_answer(engine: Engine, body: bytes) -> None:
-    try:
-        content = decode(body)
-    except (ValueError, RecursionError) as error:
-        raise bad_answer(engine, f"{len(body)} bytes that are no JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise bad_answer(engine, f"JSON of type {type(content).__name__}")
-
-
 def bad_answer(engine: Engine, got: str) -> ProxyError:
     message = f"{engine.name}: expected a completion as a vLLM server sends it, got {got}"
     return _failure(engine, 502, "bad_answer", message, can_restart=True)
@@ -220,6 +215,7 @@ class Opened:
 async def read_opening(
     engine: Engine,
     response: aiohttp.ClientResponse,
+    endpoint: Endpoint,
     streams: bool | None,
     edit: Callable[[bytes], bytes],
 ) -> tuple[bytes, EventCutter | None]:
@@ -242,10 +238,11 @@ async def read_opening(
     first, is_whole = await _beginning(response)
     if is_aborted(first):
         raise aborted(engine)
-    if is_whole and streams is False and response.status < 400:
-        check_answer(engine, first)
-    elif not first and response.status < 400:
+    is_json = is_whole and response.content_type == "application/json"
+    if response.status < 400 and not first:
         raise bad_answer(engine, "no byte")
+    if response.status < 400 and is_json and (missing := lack_of(endpoint, first)):
+        raise bad_answer(engine, missing)
     return first, None
 
 

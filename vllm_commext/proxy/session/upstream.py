@@ -304,7 +304,7 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            params = prefilled_params(engine, response.status, answer)
+            params = await prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
             return params, job
 
@@ -330,7 +330,9 @@ class Upstream:
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
-                first, cutter = await read_opening(engine, response, payload.streams, payload.edit)
+                first, cutter = await read_opening(
+                    *(engine, response, payload.endpoint, payload.streams, payload.edit)
+                )
             if response.status < 400:
                 engine.memory.note(payload.prefix)
             has_end, now = payload.streams is not None, time.monotonic()
