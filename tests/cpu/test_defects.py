@@ -57,6 +57,8 @@ FRAMES: tuple[bytes, ...] = (
     msgspec.msgpack.encode((b"get_meta_msg", 0, 7)),
     msgspec.msgpack.encode({**OLD_VERSION, "version": PROTOCOL_VERSION, "tp_rank": 7}),
 )
+# nixl_agents and chaos runs have each of them in a quicker form.
+pytestmark = pytest.mark.long
 logger = logging.getLogger(__name__)
 _rng = random.Random(11)
 
@@ -272,7 +274,6 @@ def test_a_killed_peer_ends_its_reads_and_the_same_engine_comes_back(pair: Pair)
     assert found[2:] == 3 * [RIGHT]
 
 
-@pytest.mark.long  # tests/unit/nixl/test_side_channel.py has a quick form
 def test_a_side_channel_port_in_use_ends_the_start(model: Path, tmp_path: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]

@@ -10,7 +10,9 @@ one: to the bit between equal sizes, and within what the sizes' own answers diff
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 PROMPT_TOKENS = 130
 CHUNK_TOKENS = PROMPT_TOKENS - 1
 NUM_PROMPTS = 3
+NUM_AT_ONCE = 6
 STREAMED_LENGTHS = (2 * CHUNK_TOKENS, 4 * CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS + 64)
 PAUSE_SECONDS = 0.3  # of each client between two requests
 NUM_ANSWERS = 6  # under load, between two changes: two of each client
@@ -190,6 +193,39 @@ def test_answers_are_the_decode_engines_own_where_prompts_are_read_while_they_ar
         assert added.total(f"{PREFIX}failures_total") == 0
         # Chunks are reads of their own: more of them than requests.
         assert added.total(f"{PREFIX}transfer_seconds_count") > len(answers) + 1
+
+
+@pytest.mark.parametrize("engines", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        pytest.param(["--placement", "fixed"], "", id="handed over"),
+        pytest.param(["--tpot-ms", "1"], "least_work", id="tight"),
+        pytest.param(["--placement", "local"], "least_work", id="local", marks=pytest.mark.long),
+        pytest.param(
+            ["--ttft-ms", "60000", "--tpot-ms", "60000"],
+            "local",
+            id="loose",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_answers_are_the_same_wherever_a_request_is_placed(
+    engines: Engines, args: list[str], kind: str
+) -> None:
+    urls = [one for name in ("a1", "b1") for one in ("--engine", engines.servers[name].url)]
+    options = [*urls, *cluster.PATIENT_PROXY_ARGS, *args]
+    right = engines.own["1"] * NUM_PROMPTS
+    with (
+        ProxyServer("placing", [], [], engines.folder, args=options) as proxy,
+        ThreadPoolExecutor(NUM_AT_ONCE) as clients,
+    ):
+        ask = partial(complete, proxy.url, cluster.MODEL_NAME, stream=True)
+        found = list(clients.map(ask, [one.prompt for one in right]))
+        page = scrape(proxy.url)
+    assert [one.token_ids for one in found] == [one.token_ids for one in right]
+    placed = page.total("commext_proxy_placements_total", kind=kind) if kind else 0
+    assert placed or page.total("commext_proxy_affinity_tokens_total", role="prefill")
 
 
 # The last one of its engines: two of them end.

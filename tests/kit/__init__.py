@@ -15,8 +15,6 @@ LOADS_BEGIN = "COMMEXT_TEST_LOADS_BEGIN"
 """Names the file that ``late_connector`` waits for."""
 STANDS = "COMMEXT_TEST_STANDS"
 """Names the file while which is there ``standing_connector`` stops in the middle of a prompt."""
-FORGETS_NOTHING = "COMMEXT_TEST_FORGETS_NOTHING"
-"""Names the file while which is there ``undated_connector`` forgets nothing."""
 
 
 def fixed_cache(num_bytes: int) -> tuple[str, ...]:
