@@ -25,16 +25,25 @@ MIN_APART = 8
 
 @dataclass
 class Losses:
-    """Engines that one request has lost. place: tokens of the answer at the last loss."""
+    """Engines that one request has lost, and answers of status 500. place: tokens of the answer at
+    the last of them."""
 
     engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    num_answers: int = 0
     place: int = 0
 
     def break_off(self, place: int) -> None:
         """Forget losses at another place of the answer."""
         if place and abs(place - self.place) >= MIN_APART:
             self.engines.clear()
+            self.num_answers = 0
         self.place = place
+
+    def note_answer(self, error: "ProxyError") -> None:
+        """Note an answer of status 500, the last one that is tried elsewhere but for the first."""
+        self.num_answers += 1
+        if self.num_answers >= MAX_LOST:
+            error.can_retry = error.can_restart = False
 
     def note(self, error: "ProxyError") -> "ProxyError":
         """Note a lost engine; returns the error for the request."""

@@ -79,6 +79,7 @@ async def test_where_all_decode_engines_drain_the_client_is_told(kit: Any) -> No
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream: bool) -> None:
     async def aborting(call: Any) -> None:
+        cluster.decode[0].health_status = 0
         if not call.body.get("stream"):
             await call.answer(200, json.dumps(ABORTED).encode())
             return
@@ -90,6 +91,35 @@ async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream
         assert await answered(cluster, stream=stream) == (200, "prefill1", "decode1")
         assert await answered(cluster, stream=stream) == (200, "prefill0", "decode1")
         assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
+
+
+async def test_one_answer_that_is_given_up_moves_no_other_stream(kit: Any) -> None:
+    """Anybody may abort a request; whether the engine ends, its /health tells."""
+    release = asyncio.Event()
+    token = {"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}
+    given_up = event(index=0, text="", token_ids=[], finish_reason="abort")
+
+    async def aborting(call: Any) -> None:
+        await kit.streaming(event(**token), given_up, b"data: [DONE]\n\n")(call)
+
+    async with kit.cluster(1, 2, **NEVER) as cluster:
+        first, other = cluster.decode
+        first.behave = other.behave = kit.held_stream(release)
+        async with cluster.post({**BODY, "stream": True}) as running:
+            await running.content.readany()
+            busy = first if first.calls else other
+            (engine,) = (e for e in cluster.proxy.decode_pool.engines if e.url == busy.url)
+            busy.behave = aborting
+            (away,) = (e for e in cluster.proxy.decode_pool.engines if e is not engine)
+            away.healthy = False
+            assert (await answered(cluster, stream=True))[0] == 200
+            away.healthy = True
+            await kit.until(lambda: not engine.suspected, "the check")
+            assert engine.usable
+            release.set()
+            assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
+        assert 'moves_total{result="failed"} 0.0' in (page := await cluster.metrics())
+        assert 'moves_total{result="not_told"} 0.0' in page
 
 
 def event(**choice: Any) -> bytes:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.proxy.outcome import MIN_APART
-from vllm_commext.proxy.session.resume import Resume, Room, refusal
+from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume, Room, refusal
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -477,3 +477,21 @@ async def test_a_request_that_loses_two_engines_is_tried_at_no_third_one(kit: An
         assert contents(got)[-1]["error"]["type"] == "engines_lost"
         assert told(got.rpartition(b"data: ")[0])[0] == "ab"
         assert cluster.decode[2].calls == []
+
+
+FAILURE = b'data: {"error": {"message": "a parser raised", "code": 500}}\n\n'
+
+
+@pytest.mark.parametrize("apart", [0, 3, MIN_APART], ids=["one place", "near", "far"])
+async def test_a_stream_that_a_second_engine_fails_at_one_place_ends(kit: Any, apart: int) -> None:
+    words = [[(number, f"w{number} ")] for number in range(1, 6 * MIN_APART)]
+    async with kit.cluster(num_decode=4) as cluster:
+        for number, engine in enumerate(cluster.decode):
+            events = stream(number, COMPLETIONS, words)[: 2 * MIN_APART + number * apart]
+            engine.behave = answering([*events, FAILURE + DONE])
+        async with cluster.post({"prompt": "hello", "stream": True}) as response:
+            got = await response.read()
+        assert contents(got)[-1] == json.loads(FAILURE[6:])
+        num_asked = 1 + MAX_RESUMES if apart == MIN_APART else 2
+        assert sum(len(one.calls) for one in cluster.decode) == num_asked
+        assert result(Resume.FAILED) in await cluster.metrics()

@@ -193,6 +193,27 @@ async def test_a_request_that_loses_two_engines_in_one_step_is_tried_at_no_third
                 assert sum(one.suspected for one in pool.engines) <= 1
 
 
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("failing", ["prefill", "decode", "both"])
+async def test_a_request_that_engines_answer_with_500_is_sent_to_two(
+    kit: Any, failing: str, body: Any
+) -> None:
+    failed = kit.answering(500, b'{"error": {"message": "a parser raised"}}')
+    options = {"affinity": False, "request_attempts": 5, "prefill_attempts": 5}
+    async with kit.cluster(num_prefill=4, num_decode=4, **options) as cluster:
+        asked_to_fail = [
+            *(cluster.prefill if failing != "decode" else ()),
+            *(cluster.decode if failing != "prefill" else ()),
+        ]
+        for engine in asked_to_fail:
+            engine.behave = failed
+        response = await cluster.ask(body)
+        assert (response.status, await response.json()) == (
+            500, {"error": {"message": "a parser raised"}},
+        )  # fmt: skip
+        assert sum(len(one.calls) for one in asked_to_fail) == 2
+
+
 async def short_json(call: Any) -> None:
     content = b'{"choices": [{"te'
     await call.send(

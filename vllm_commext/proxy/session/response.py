@@ -54,7 +54,11 @@ def failures_of(
 
 
 def _noted(error: ProxyError, losses: Losses) -> ProxyError:
-    return losses.note(error) if is_dead(error) else error
+    if is_dead(error):
+        return losses.note(error)
+    if error.status == 500:
+        losses.note_answer(error)
+    return error
 
 
 def is_dead(error: ProxyError) -> bool:
@@ -159,8 +163,8 @@ def engine_error(
 
 
 def aborted(engine: Engine) -> ProxyError:
-    """An engine that ends gives up requests with status 200 while its health is good."""
-    engine.note_drain()
+    """An engine that ends gives up requests with status 200; /health tells whether it does."""
+    engine.suspect()
     message = f"{engine.name} gave the request up"
     return _failure(engine, 502, "aborted", message, can_restart=True)
 

@@ -265,7 +265,7 @@ class Session:
 
     async def _resume(self, old: Opened, failure: ProxyError) -> Opened | None:
         """Rest of a lost stream from another engine, or None, counted by reason."""
-        is_lost = failure.can_restart or failure.kind == ENGINES_LOST
+        is_lost = failure.can_restart or failure.kind in (ENGINES_LOST, "engine_error")
         if old.cutter is None or not is_lost:
             return None
         transcript, opened = self._transcript, None

@@ -260,7 +260,8 @@ class Attempt:
             try:
                 prefilled = await self._upstream.prefill(payload, failed, stream)
             except ProxyError as error:
-                if error.status < 500 or error.kind in (ENGINES_LOST, "overloaded"):
+                is_final = error.kind in (ENGINES_LOST, "overloaded")
+                if is_final or error.status < 500 or (error.answer and not error.can_restart):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")
                 reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
