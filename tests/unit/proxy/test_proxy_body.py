@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived, run
 from vllm_commext.proxy.http import body as body_module
-from vllm_commext.proxy.http.body import RawJson, decode, dumps, encode, members_of, num_tokens
+from vllm_commext.proxy.http.body import (
+    RawJson,
+    compacted,
+    decode,
+    dumps,
+    encode,
+    members_of,
+    num_tokens,
+)
 from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.two_step import LocalPrefill
@@ -30,6 +38,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "LARGE_BODY_BYTES", 0)
     monkeypatch.setattr(body_module, "MAX_DECODED_BYTES", 12)
     monkeypatch.setattr(body_module, "WINDOW_BYTES", 7)
+    monkeypatch.setattr(body_module, "_COMPACTED_BYTES", 5)
 
 
 def decoded(members: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +57,11 @@ def test_the_members_are_those_that_json_finds(
     members, _ = run(members_of(bytearray(raw)))
     assert decoded(members) == content
     assert json.loads(b"".join(encode(members))) == content
+    kept, _ = run(compacted(members))
+    assert json.loads(b"".join(encode(kept))) == content
+    for name, value in kept.items():
+        dense = json.dumps(content[name], ensure_ascii=ascii_only, separators=(",", ":"))
+        assert not isinstance(value, RawJson) or value.text == dense.encode()
     for name, value in members.items():
         if isinstance(value, RawJson) and isinstance(content[name], list):
             assert value.num_items == len(content[name])

@@ -256,7 +256,49 @@ def test_what_is_not_kept_passes_as_it_is(case: str) -> None:
     assert transcript.pass_on(events) == events
     assert transcript.refusal == reason
     assert transcript.pass_on(DONE) == DONE
-    assert room.take(ROOM_BYTES), "it counts no more"
+    assert room._left == ROOM_BYTES, "it counts no more"  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_is_too_much_for_all_streams_takes_the_largest_one() -> None:
+    room, large = Room(ROOM_BYTES), ROOM_BYTES // 20
+    small = [Transcript(room, {}, 100) for _ in range(4)]
+    greedy = [Transcript(room, {}, 0) for _ in range(24)]
+    for number, one in enumerate(greedy):
+        one.keep({"prompt": "x"}, large + number)
+    given_up = [one for one in greedy if one.refusal is Resume.NO_ROOM]
+    assert 0 < len(given_up) < len(greedy)
+    assert all(one.body == {} for one in given_up)
+    assert [one.refusal for one in small] == [None] * 4
+    late = Transcript(room, {}, 100)
+    late.pass_on(event(0, COMPLETIONS, text="a", token_ids=[1]))
+    assert late.refusal is None, "a small one has room even now"
+    alone = Transcript(room, {}, ROOM_BYTES // 8)
+    assert alone.refusal is Resume.NO_ROOM, "more than one may have"
+
+
+async def test_white_space_takes_no_room_of_other_streams(kit: Any) -> None:
+    """It is not sent again, and nothing of the request as it came is kept."""
+    async with kit.cluster(num_decode=2, resume_bytes=1 << 20) as cluster:
+        first, second = cluster.decode
+        cluster.proxy.decode_pool.engines[1].draining = True
+        has_begun = asyncio.Event()
+        first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=has_begun)
+        second.behave = answering(stream(1, COMPLETIONS, WORDS))
+
+        async def ask(space: int) -> str:
+            raw = b'{"prompt": [1, 2' + b" " * space + b'], "stream": true}'
+            headers = {"Content-Type": "application/json"}
+            url = cluster.url + COMPLETIONS
+            async with cluster.session.post(url, data=raw, headers=headers) as response:
+                return told(await response.read())[0]
+
+        asking = [asyncio.ensure_future(ask(space)) for space in [200_000] * 8 + [0] * 4]
+        await kit.until(lambda: len(first.calls) == 12, "all streams")
+        cluster.proxy.decode_pool.engines[1].draining = False
+        await asyncio.sleep(0.1)
+        has_begun.set()
+        assert await asyncio.gather(*asking) == ["abc"] * 12
+        assert all(call.body["prompt"] == [1, 2] for call in second.calls)
 
 
 def test_token_ids_stay_hidden_of_what_is_not_kept() -> None:

@@ -2,13 +2,14 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reason
 from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
+MAX_SHARE = 1 / 16
 
 
 class Resume(Reason):
@@ -19,7 +20,7 @@ class Resume(Reason):
     ENDPOINT = "endpoint", "it is neither a completion nor a chat"
     SAMPLES = "samples", "it holds more than one answer"
     ECHO = "echo", "it begins with the prompt's text"
-    NO_ROOM = "no_room", "what is kept for all streams has reached 256 MiB"
+    NO_ROOM = "no_room", "more than 16 MiB were to be kept of it, or it had the most of 256 MiB"
     NOT_TOLD = "not_told", "its engine does not tell every token's id, or tells what is not known"
     DIFFERS = "differs", "what the other engine answered is not what the client had"
     FAILED = "failed", "no other engine could go on with it"
@@ -27,20 +28,38 @@ class Resume(Reason):
     ANEW = "anew", "another engine would begin it anew, for longer than it may pause"
 
 
+class Holder(Protocol):
+    """is_behind: it is being repeated, and cannot be given up."""
+
+    @property
+    def is_behind(self) -> bool: ...
+    def give_up(self) -> None: ...
+
+
 class Room:
-    """Bytes kept for all streams."""
+    """Bytes kept for all streams, of which one may hold `MAX_SHARE`. Where they would be too many,
+    the stream that holds the most is given up."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
+        self._left, self._most = max_bytes, int(max_bytes * MAX_SHARE)
+        self._taken: dict[Holder, int] = {}
 
-    def take(self, num_bytes: int) -> bool:
-        if num_bytes > self._left:
+    def take(self, holder: Holder, num_bytes: int) -> bool:
+        total = self._taken.get(holder, 0) + num_bytes
+        if total > self._most:
             return False
+        while num_bytes > self._left:
+            others = [one for one in self._taken if one is not holder and not one.is_behind]
+            largest = max(others, key=lambda one: self._taken[one], default=None)
+            if largest is None or self._taken[largest] <= total:
+                return False
+            largest.give_up()
         self._left -= num_bytes
+        self._taken[holder] = total
         return True
 
-    def give_back(self, num_bytes: int) -> None:
-        self._left += num_bytes
+    def give_back(self, holder: Holder) -> None:
+        self._left += self._taken.pop(holder, 0)
 
 
 def refusal(path: str, body: Mapping[str, Any]) -> Resume | None:

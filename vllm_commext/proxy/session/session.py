@@ -109,19 +109,19 @@ class Session:
         if not self._asked.endpoint.is_split:
             self._asked.only = service.keeper(self._asked.body)
         self._tries = Tries()
-        self._kept: Transcript | Resume = self._keep(intake.num_bytes)
+        self._kept: Transcript | Resume = self._keep()
         self._attempt: Attempt | None = None
         self._opened: Opened | None = None
         self._relay: Relay | None = None
         self._leaving: Leaving | None = None
 
-    def _keep(self, num_bytes: int) -> Transcript | Resume:
+    def _keep(self) -> Transcript | Resume:
         """A transcript for a stream that can go on elsewhere, or why it cannot."""
         if not self._service.config.resume:
             return Resume.OFF
         if (refusal := resume.refusal(self._asked.path, self._asked.body)) is not None:
             return refusal
-        transcript = Transcript(self._service.room, self._asked.body, num_bytes)
+        transcript = Transcript(self._service.room, self._asked.body, 0)
         return transcript.refusal or transcript
 
     @property
@@ -138,10 +138,9 @@ class Session:
         try:
             try:
                 opened = await self._open()
+                await self._asked.forget(self._transcript)
             finally:
                 intake.release()
-            if self._transcript is None:
-                self._asked.forget()
             return await self._answer(request, opened)
         finally:
             self.enter(Phase.DONE)

@@ -1,5 +1,6 @@
 """One attempt at a request: engines are chosen, one computes the prompt, one answers."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, prefix_of
 from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
+from vllm_commext.proxy.http.body import compacted, encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, price, session_of
 from vllm_commext.proxy.outcome import (
     DIRECT,
@@ -40,12 +42,17 @@ class Asked:
         self, path: str, body: Any, headers: Mapping[str, str], min_prompt_tokens: int
     ) -> None:
         self.path, self.headers = path, headers
-        self.body = two_step.checked_body(body)
+        self._body = body = two_step.checked_body(body)
+        self._transcript: Transcript | None = None
         self.endpoint = endpoint = ENDPOINTS[path]
-        self.tokens, self.most = price(self.body), most_tokens(endpoint, self.body)
+        self.tokens, self.most = price(body), most_tokens(endpoint, body)
         self.prefix = NO_PREFIX
-        self.local_reason = two_step.local_prefill_reason(endpoint, self.body, min_prompt_tokens)
+        self.local_reason = two_step.local_prefill_reason(endpoint, body, min_prompt_tokens)
         self.only: Engine | None = None
+
+    @property
+    def body(self) -> Mapping[str, Any]:
+        return self._body if self._transcript is None else self._transcript.body
 
     @property
     def request_id(self) -> str:
@@ -56,8 +63,18 @@ class Asked:
         if self.endpoint.computes:
             self.prefix = prefix_of(self.body, self.endpoint, session_of(self.body, session))
 
-    def forget(self) -> None:
-        self.body = {}
+    async def forget(self, transcript: Transcript | None) -> None:
+        """Have *transcript* keep the body as far as it may be sent again."""
+        taking = compacted(self._body if transcript is not None else {})
+        try:
+            while True:
+                next(taking)
+                await asyncio.sleep(0)
+        except StopIteration as end:
+            self._body = end.value
+        if transcript is not None:
+            transcript.keep(self._body, sum(map(len, encode(self._body))))
+            self._body, self._transcript = {}, transcript
 
 
 @dataclass(eq=False)

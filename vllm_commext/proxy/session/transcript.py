@@ -84,7 +84,19 @@ class Transcript:
         self.has_failed = False
         self.held = b""
         self.refusal: Resume | None = None
+        self.body: Mapping[str, Any] = {}
         self._take_room()
+
+    def keep(self, body: Mapping[str, Any], num_bytes: int) -> None:
+        """Keep the request, too, which is sent again if the stream goes on elsewhere."""
+        self._num_bytes += num_bytes
+        if self.refusal is None:
+            self.body = body
+            self._take_room()
+
+    def give_up(self) -> None:
+        """Make room for others."""
+        self._leave(Resume.NO_ROOM, b"")
 
     def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Body for a decode engine, which tells token ids and goes on after those kept."""
@@ -159,7 +171,8 @@ class Transcript:
         return choice
 
     def close(self) -> None:
-        self._room.give_back(self._num_taken)
+        self._room.give_back(self)
+        self.body = {}
         self._num_taken, self._ids, self._pieces = 0, array("i"), array("i")
         self._texts, self._replay = {}, None
         self._field = ""
@@ -331,7 +344,7 @@ class Transcript:
 
     def _take_room(self) -> None:
         missing = max(self._num_bytes - self._num_taken, _GROWTH_BYTES)
-        if self._room.take(missing):
+        if self._room.take(self, missing):
             self._num_taken += missing
         else:
             self._leave(Resume.NO_ROOM, b"")
