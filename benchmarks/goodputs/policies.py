@@ -156,12 +156,9 @@ class Adaptive:
         arrival = request.arrival
         for candidate, held in zip(self.candidates, self._held, strict=True):
             candidate.held_tokens = min(held.get(arrival.group, 0), arrival.shared_tokens)
-        self._turn += 1 if len(self.candidates) <= WINDOW else WINDOW
-        start = self._turn % len(self.candidates)
-        window = (self.candidates[start:] + self.candidates[:start])[:WINDOW]
+        tokens, window = arrival.prompt_tokens, self.window()
         up = [one for one in window if one.key not in self._down] or window
-        tokens, most = arrival.prompt_tokens, self.most_tokens(request)
-        placed = self.planner.place(now, tokens, most, up, up)
+        placed = self.choose(now, tokens, up)
         if placed is None:  # as the proxy does, by the tokens under way
             least = min(up, key=lambda one: sum(job.new for job in one.load.jobs))
             placed = Placement(least, least)
@@ -174,6 +171,15 @@ class Adaptive:
         load.wait(waiting)
         request.note = _Placed(waiting, placed, held, now + placed.first_token)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
+
+    def window(self) -> list[Candidate]:
+        """The engines that are looked at for a request."""
+        self._turn += 1 if len(self.candidates) <= WINDOW else WINDOW
+        start = self._turn % len(self.candidates)
+        return (self.candidates[start:] + self.candidates[:start])[:WINDOW]
+
+    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Placement | None:
+        return self.planner.place(now, tokens, MOST_TOKENS, up, up)
 
     def next(
         self, engine: int, waiting: Sequence[Request], now: float
@@ -234,6 +240,35 @@ class Adaptive:
         if self.reads_caches:
             load, size = self.candidates[engine].load, self._hardware[engine].cache_tokens
             load.note_cache(size, used_tokens, used_tokens)
+
+
+def _tokens(one: Candidate) -> int:
+    return one.load.coming + one.load.context - one.held_tokens
+
+
+class Tuned(Adaptive):
+    """Replicas, or fixed roles of which *num_prefill* engines prefill, with prompts in order."""
+
+    def __init__(self, hardware: Sequence[Hardware], limits: Limits, num_prefill: int = 0) -> None:
+        super().__init__(hardware, limits, is_ordered=True)
+        self._num_prefill = num_prefill
+
+    def window(self) -> list[Candidate]:
+        return self.candidates
+
+    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Placement | None:
+        num = self._num_prefill
+        sources = [one for one in up if cast("int", one.key) < num] or up
+        targets = [one for one in up if cast("int", one.key) >= num] or up
+        least = min(targets, key=_tokens)
+        if not num:
+            return Placement(least, least)
+
+        def until_through(one: Candidate) -> float:
+            held = one.load.speed.prefill_seconds(one.held_tokens, 0, False)
+            return one.load.queued + one.load.waiting_seconds - held
+
+        return Placement(min(sources, key=until_through), least)
 
 
 class Knowing(Adaptive):

@@ -10,6 +10,7 @@ from the arguments.
 import heapq
 import itertools
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ class Hardware:
     overhead: from a request's arrival to its first step. handover: from another engine's last step
     of a prompt until it is read; what has been read is seen at the end of a step. second_token:
     from then until the answer may go on with a next step.
-    slowness: factor of all. cache_tokens: of its KV cache.
+    slowness: factor of all. cache_tokens: of its KV cache. noise: standard deviation of a step's
+    time, as a share of it.
     """
 
     step: float = 0.0063
@@ -46,6 +48,7 @@ class Hardware:
     second_token: float = 0.012
     slowness: float = 1.0
     cache_tokens: float = math.inf
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Request:
     """One arrival's way. left, done: of its prompt; held, most_held: of it by the engine that
     computes it, and by the one that holds most; note: the policy's own. is_in: the engine that
     computes its prompt keeps it in its KV cache; is_handed_over: another one may read it;
-    num_preempted: how often it was thrown out."""
+    has_place: and has room for it; num_preempted: how often it was thrown out."""
 
     arrival: Arrival
     left: int = 0
@@ -77,6 +80,7 @@ class Request:
     num_losses: int = 0
     is_in: bool = False
     is_handed_over: bool = False
+    has_place: bool = False
     num_preempted: int = 0
     note: Any = None
 
@@ -84,6 +88,16 @@ class Request:
     def size(self) -> int:
         """Tokens before the next one."""
         return self.arrival.prompt_tokens + max(self.tokens - 1, 0)
+
+    def needs(self, idx: int) -> bool:
+        """Whether it is lost with an engine."""
+        return idx == self.decode or (idx == self.prefill and self.tokens == 0)
+
+    def is_kept_by(self, idx: int) -> bool:
+        """Whether an engine's KV cache has its prompt, no answer yet."""
+        if self.num_preempted or self.prefill == self.decode:
+            return idx == self.decode and self.is_in
+        return self.has_place if idx == self.decode else self.is_in and self.tokens == 0
 
     @property
     def first_token(self) -> float:
@@ -123,6 +137,7 @@ class _Engine:
     held: by group, tokens of the longest prompt or answer there."""
 
     hardware: Hardware
+    dice: random.Random
     waiting: list[Request] = field(default_factory=list[Request])
     queue: deque[Request] = field(default_factory=deque[Request])
     running: list[Request] = field(default_factory=list[Request])
@@ -135,6 +150,7 @@ class _Engine:
     asks_at: float = math.inf
     is_busy: bool = False
     is_up: bool = True
+    is_lost: bool = False
     ending: list[Request] = field(default_factory=list[Request])
     held: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -174,7 +190,8 @@ class _Engine:
         while self.used > self.hardware.cache_tokens and len(self.running) > 1:
             request = self.running.pop()
             self.context -= request.size
-            request.done, request.left, request.is_in = 0, request.size, False
+            request.done, request.left = 0, request.size
+            request.is_in = request.has_place = False
             request.num_preempted += 1
             self.queue.appendleft(request)
 
@@ -207,23 +224,24 @@ class _Engine:
         seconds += each * self.context
         if any_prompt:
             seconds = max(seconds, hardware.prompt_step)
+        if hardware.noise:
+            seconds *= max(0.0, self.dice.gauss(1.0, hardware.noise))
         return seconds * hardware.slowness
 
-    def lose(self) -> list[Request]:
-        """Everything that it works on, which is forgotten with all that it held."""
-        lost = [
-            *self.waiting,
-            *self.queue,
-            *self.running,
-            *(one for one in self.ending if one.left == 0),
-        ]
-        for others in (self.loading, self.reading, self.joining):
-            lost += others
-            others.clear()
-        self.waiting.clear()
-        self.queue.clear()
-        self.running, self.ending, self.held, self.context, self.reserved = [], [], {}, 0, 0
-        return lost
+    def withdraw(self, request: Request, is_reserved: bool) -> None:
+        """Forget a request. is_reserved: its prompt has a place in the KV cache."""
+        if request in self.running:
+            self.context -= request.size
+        elif is_reserved:
+            self.free(request)
+        places = (self.waiting, self.queue, self.running, self.loading, self.reading)
+        for place in (*places, self.joining, self.ending):
+            if request in place:
+                place.remove(request)
+
+    def empty(self) -> None:
+        """Forget all that it holds."""
+        self.held, self.context, self.reserved = {}, 0, 0
 
 
 class Simulation:
@@ -235,10 +253,13 @@ class Simulation:
         arrivals: Iterable[Arrival],
         policy: Policy,
         turns: Iterable[Turn] = (),
+        notice_seconds: float = 0.0,
     ) -> None:
-        self.engines = [_Engine(one) for one in hardware]
+        self.engines = [_Engine(one, random.Random(idx)) for idx, one in enumerate(hardware)]
         self.requests = [Request(one) for one in arrivals]
         self._policy = policy
+        self._notice_seconds = notice_seconds
+        self._under_way: dict[Request, None] = {}
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = itertools.count()
         self.now = 0.0
@@ -252,6 +273,14 @@ class Simulation:
 
     def _at(self, when: float, call: Callable[..., None], what: Any) -> None:
         heapq.heappush(self._events, (when, next(self._count), call, what))
+
+    def _later(self, seconds: float, call: Callable[[Request], None], request: Request) -> None:
+        self._at(self.now + seconds, self._go_on, (call, request, request.num_losses))
+
+    def _go_on(self, what: tuple[Callable[[Request], None], Request, int]) -> None:
+        call, request, num_losses = what
+        if request.num_losses == num_losses:
+            call(request)
 
     def run(self) -> list[Request]:
         """All requests, ended or lost."""
@@ -267,23 +296,31 @@ class Simulation:
     def _turn(self, turn: Turn) -> None:
         engine = self.engines[turn.engine]
         engine.is_up = turn.is_up
+        engine.step, engine.is_busy = engine.step + 1, False
+        self._at(self.now + (0.0 if turn.is_up else self._notice_seconds), self._notice, turn)
+
+    def _notice(self, turn: Turn) -> None:
+        self.engines[turn.engine].is_lost = not turn.is_up
         self._policy.turned(turn)
         if not turn.is_up:
-            engine.step += 1
-            engine.is_busy = False
-            for request in engine.lose():
+            for request in [one for one in self._under_way if one.needs(turn.engine)]:
                 self._lose(request)
+            self.engines[turn.engine].empty()
 
     def _lose(self, request: Request) -> None:
         """As the proxy does: once more from the start, unless the client has seen a token."""
         self._policy.ended(request, self.now)
+        del self._under_way[request]
+        for idx in {request.prefill, request.decode}:
+            self.engines[idx].withdraw(request, request.is_kept_by(idx))
         request.num_losses += 1
         if request.tokens == 0 and request.num_losses == 1:
             self._at(self.now, self._arrive, request)
 
     def _arrive(self, request: Request) -> None:
         request.prefill, request.decode = self._policy.place(request, self.now)
-        request.is_in = request.is_handed_over = False
+        request.is_in = request.is_handed_over = request.has_place = False
+        self._under_way[request] = None
         engine, arrival = self.engines[request.prefill], request.arrival
         held = [min(one.held.get(arrival.group, 0), arrival.shared_tokens) for one in self.engines]
         request.held, request.most_held = held[request.prefill], max(held)
@@ -303,7 +340,7 @@ class Simulation:
                     self._at(engine.asks_at, self._ask, idx)
                 return
             engine.waiting.remove(request)
-            self._at(self.now + engine.hardware.overhead, self._queue, request)
+            self._later(engine.hardware.overhead, self._queue, request)
 
     def _ask(self, idx: int) -> None:
         """Ask the policy again."""
@@ -311,7 +348,7 @@ class Simulation:
         self._send(idx)
 
     def _queue(self, request: Request) -> None:
-        if not self.engines[request.prefill].is_up:
+        if any(self.engines[idx].is_lost for idx in (request.prefill, request.decode)):
             self._lose(request)
             return
         self.engines[request.prefill].queue.append(request)
@@ -325,6 +362,7 @@ class Simulation:
         while engine.loading and engine.budget and engine.has_room(engine.loading[0].size):
             request = engine.loading.popleft()
             engine.reserved += request.size
+            request.has_place = True
             engine.reading.append(request)
 
     def _take_read(self, engine: _Engine) -> None:
@@ -380,7 +418,7 @@ class Simulation:
         if request.prefill == request.decode:
             self._first(request)
         else:
-            self._at(self.now + engine.hardware.handover, self._handed_over, request)
+            self._later(engine.hardware.handover, self._handed_over, request)
 
     def _handed_over(self, request: Request) -> None:
         request.is_handed_over = True
@@ -397,13 +435,11 @@ class Simulation:
             self.engines[request.prefill].free(request)
             self._start(request.prefill)
             seconds = self.engines[request.decode].hardware.second_token
-            self._at(self.now + seconds, self._join, request)
+            self._later(seconds, self._join, request)
 
     def _join(self, request: Request) -> None:
         engine = self.engines[request.decode]
-        if not engine.is_up:
-            self._lose(request)
-        elif request.tokens >= request.arrival.output_tokens:
+        if request.tokens >= request.arrival.output_tokens:
             engine.free(request)
             self._end(request)
         elif request.is_handed_over and not request.num_preempted:
@@ -415,6 +451,7 @@ class Simulation:
 
     def _end(self, request: Request) -> None:
         request.end = self.now
+        del self._under_way[request]
         arrival = request.arrival
         if arrival.group >= 0:
             held = self.engines[request.decode].held

@@ -76,6 +76,26 @@ def test_engines_that_go_lose_what_has_begun_alone() -> None:
     assert all(0 not in (one.prefill, one.decode) for one in requests if 2 < one.arrival.at < 4)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 13])
+@pytest.mark.parametrize("notice_seconds", [0.0, 0.7])
+def test_a_decoding_engine_that_goes_leaves_nothing_at_the_other(
+    seed: int, notice_seconds: float
+) -> None:
+    hardware = [Hardware(cache_tokens=1e5, noise=0.1)] * 2
+    turns = [Turn(6.0, 1, False), Turn(9.0, 1, True)]
+    policy = Adaptive(hardware, LIMITS, is_ordered=seed == 0)
+    arrivals = WORKLOADS[MIXED](8.0, 16.0, seed)
+    run = Simulation(hardware, arrivals, policy, turns, notice_seconds)
+    requests = run.run()
+    assert any(one.num_losses for one in requests)
+    for one in requests:
+        assert one.tokens == one.arrival.output_tokens or math.isinf(one.end)
+    for engine in run.engines:
+        assert engine.used == 0
+        assert not any((engine.waiting, engine.queue, engine.running, engine.loading))
+        assert not any((engine.reading, engine.joining, engine.ending))
+
+
 @pytest.mark.parametrize(("tpot", "rate"), [(0.012, 7.0), (0.025, 9.0), (0.05, 11.0)])
 def test_placed_requests_are_in_time_as_often_as_by_the_better_fixed_way(
     tpot: float, rate: float
