@@ -17,6 +17,7 @@ MASTER = "VLLM_COMMEXT"
 STRICT = "VLLM_COMMEXT_STRICT"
 UNTESTED = "VLLM_COMMEXT_UNTESTED"
 ALIAS = "VLLM_COMMEXT_NIXL_ALIAS"
+_BACKEND = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
 
 
 @dataclass(frozen=True)
@@ -38,160 +39,93 @@ class Toggle:
     meaning: str
 
 
+SWITCH, AUTO = ("0", "1"), ("auto", "0", "1")
 TOGGLES: tuple[Toggle, ...] = (
     Toggle(
-        name=MASTER,
-        field="enabled",
-        choices=("0", "1"),
-        default="1",
-        meaning="`0` turns the whole package off: nothing is registered and vLLM is left as it is.",
+        *(MASTER, "enabled", SWITCH, "1"),
+        "`0` turns the whole package off: nothing is registered and vLLM is left as it is.",
     ),
     Toggle(
-        name=STRICT,
-        field="strict",
-        choices=("0", "1"),
-        default="0",
-        meaning=(
-            "`1` turns a refused or unverified capability, a bad value or an unknown "
-            "`VLLM_COMMEXT*` name into an error that stops vLLM."
-        ),
+        *(STRICT, "strict", SWITCH, "0"),
+        "`1` turns a refused or unverified capability, a bad value or an unknown "
+        "`VLLM_COMMEXT*` name into an error that stops vLLM.",
     ),
     Toggle(
-        name=UNTESTED,
-        field="untested",
-        choices=("self", "same", "off"),
-        default="self",
-        meaning=(
-            "What runs on a vLLM that no test was run on. `same`: parts whose functions of vLLM's "
-            "read as in a tested one. `self`: those, too, that differ and pass a test of their own "
-            "at the start. `off`: none."
-        ),
+        *(UNTESTED, "untested", ("self", "same", "off"), "self"),
+        "What runs on a vLLM that no test was run on. `same`: parts whose functions of vLLM's "
+        "read as in a tested one. `self`: those, too, that differ and pass a test of their own "
+        "at the start. `off`: none.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_NIXL",
-        field="nixl",
-        choices=("auto", "0", "1"),
-        default="auto",
-        meaning=(
-            "The KV connector `CommextNixlConnector`. `auto` registers it where NIXL is "
-            "installed, `1` logs an error where it cannot run, `0` leaves it out."
-        ),
+        *("VLLM_COMMEXT_NIXL", "nixl", AUTO, "auto"),
+        "The KV connector `CommextNixlConnector`. `auto` registers it where NIXL is "
+        "installed, `1` logs an error where it cannot run, `0` leaves it out.",
     ),
     Toggle(
-        name=ALIAS,
-        field="nixl_alias",
-        choices=("0", "1"),
-        default="0",
-        meaning=(
-            "`1` lets the KV connector answer to the name `NixlConnector`, too, for launchers that "
-            "allow no other; vLLM's own cannot be had under that name then."
-        ),
+        *(ALIAS, "nixl_alias", SWITCH, "0"),
+        "`1` lets the KV connector answer to the name `NixlConnector`, too, for launchers that "
+        "allow no other; vLLM's own cannot be had under that name then.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_SHM_QUEUE",
-        field="shm_queue",
-        choices=("auto", "0", "1"),
-        default="auto",
-        meaning=(
-            "The message queue between the engine and its workers on one host. `auto` replaces "
-            "vLLM's on a CPU vLLM, x86-64 or AArch64; `1` replaces it on GPUs, too, and logs an "
-            "error where it cannot run; `0` keeps vLLM's. A queue with readers on other hosts is "
-            "always vLLM's. Set it alike on all hosts."
-        ),
+        *("VLLM_COMMEXT_SHM_QUEUE", "shm_queue", AUTO, "auto"),
+        "The message queue between the engine and its workers on one host. `auto` replaces "
+        "vLLM's on a CPU vLLM, x86-64 or AArch64; `1` replaces it on GPUs, too, and logs an "
+        "error where it cannot run; `0` keeps vLLM's. A queue with readers on other hosts is "
+        "always vLLM's. Set it alike on all hosts.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_CPU_COLLECTIVES",
-        field="cpu_collectives",
-        choices=("auto", "0", "1"),
-        default="auto",
-        meaning=(
-            "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
-            "`1` use shared memory where vLLM would use Gloo, `auto` on x86-64 and AArch64 alone; "
-            "`1` logs an error where it cannot run; `0` keeps vLLM's."
-        ),
+        *("VLLM_COMMEXT_CPU_COLLECTIVES", "cpu_collectives", AUTO, "auto"),
+        "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
+        "`1` use shared memory where vLLM would use Gloo, `auto` on x86-64 and AArch64 alone; "
+        "`1` logs an error where it cannot run; `0` keeps vLLM's.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_REDUCE_RMS",
-        field="reduce_rms",
-        choices=("auto", "0", "1"),
-        default="0",
-        meaning=(
-            "The op for RMSNorm of rows that tensor parallelism has spread (MiniMax-M2, OLMoE, "
-            "Olmo2, Olmo3 and others). `auto` takes part with CUDA graphs on one host of NVIDIA "
-            "GPUs on which it was measured faster than vLLM's own; `1` wherever the kernel "
-            "compiles, and logs an error where it does not; `0` keeps vLLM's."
-        ),
+        *("VLLM_COMMEXT_REDUCE_RMS", "reduce_rms", AUTO, "0"),
+        "The op for RMSNorm of rows that tensor parallelism has spread (MiniMax-M2, OLMoE, "
+        "Olmo2, Olmo3 and others). `auto` takes part with CUDA graphs on one host of NVIDIA "
+        "GPUs on which it was measured faster than vLLM's own; `1` wherever the kernel "
+        "compiles, and logs an error where it does not; `0` keeps vLLM's.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_REDUCE_RMS_TIMEOUT",
-        field="reduce_rms_timeout",
-        choices=("1", "5", "10", "30", "60", "120", "300", "600"),
-        default="30",
-        meaning=(
-            "Seconds that the op waits for another rank before it fails; a failure ends the worker."
-        ),
+        *("VLLM_COMMEXT_REDUCE_RMS_TIMEOUT", "reduce_rms_timeout"),
+        *(("1", "5", "10", "30", "60", "120", "300", "600"), "30"),
+        "Seconds that the op waits for another rank before it fails; a failure ends the worker.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_ALLREDUCE",
-        field="allreduce",
-        choices=("auto", "0", "1"),
-        default="auto",
-        meaning=(
-            "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` lets "
-            "kernels of this package take part with CUDA graphs on one host of NVIDIA GPUs, for "
-            "messages for which a table has them first; `1` sends each message to whichever "
-            "backend was measured fastest, and logs an error where that cannot be; `0` keeps "
-            "vLLM's."
-        ),
+        *("VLLM_COMMEXT_ALLREDUCE", "allreduce", AUTO, "auto"),
+        "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` lets "
+        "kernels of this package take part with CUDA graphs on one host of NVIDIA GPUs, for "
+        "messages for which a table has them first; `1` sends each message to whichever "
+        "backend was measured fastest, and logs an error where that cannot be; `0` keeps "
+        "vLLM's.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_ALLREDUCE_BACKEND",
-        field="allreduce_backend",
-        choices=(*("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"),),
-        default="auto",
-        meaning=(
-            "`auto` chooses by measurement; a name forces that backend for every message that it "
-            "can take, and `vllm` forces none."
-        ),
+        *(_BACKEND, "allreduce_backend"),
+        *(("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"), "auto"),
+        "`auto` chooses by measurement; a name forces that backend for every message that it "
+        "can take, and `vllm` forces none.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_ALLREDUCE_TUNE",
-        field="allreduce_tune",
-        choices=("cached", "0"),
-        default="cached",
-        meaning=(
-            "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
-            "table; `0` takes the built-in table alone."
-        ),
+        *("VLLM_COMMEXT_ALLREDUCE_TUNE", "allreduce_tune", ("cached", "0"), "cached"),
+        "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
+        "table; `0` takes the built-in table alone.",
     ),
     Toggle(
-        name="VLLM_COMMEXT_BUILD_NATIVE",
-        field="build_native",
-        choices=("auto", "0", "1"),
-        default="auto",
-        meaning=(
-            "Read only while the package is built. `auto` leaves the native queue out where it "
-            "cannot be compiled, `1` makes that an error, `0` does not try."
-        ),
+        *("VLLM_COMMEXT_BUILD_NATIVE", "build_native", AUTO, "auto"),
+        "Read only while the package is built. `auto` leaves the native queue out where it "
+        "cannot be compiled, `1` makes that an error, `0` does not try.",
     ),
 )
 
+_MULTICAST = "nothing of this package uses NVLink multicast; unset it"
 GONE_VALUES: Mapping[tuple[str, str], str] = {
-    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "host"): (
-        "GPUs without peer access keep vLLM's own all-reduce; unset it"
-    ),
-    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "flashinfer_two_shot"): (
-        "`push` is faster at every size; unset it"
-    ),
-    ("VLLM_COMMEXT_ALLREDUCE_BACKEND", "flashinfer_mnnvl"): (
-        "nothing of this package uses NVLink multicast; unset it"
-    ),
+    (_BACKEND, "host"): "GPUs without peer access keep vLLM's own all-reduce; unset it",
+    (_BACKEND, "flashinfer_two_shot"): "`push` is faster at every size; unset it",
+    (_BACKEND, "flashinfer_mnnvl"): _MULTICAST,
     ("VLLM_COMMEXT_ALLREDUCE_TUNE", "startup"): (
         "run `vllm-commext tune allreduce` once and unset it"
     ),
-    ("VLLM_COMMEXT_ALLOW_MULTICAST", "1"): (
-        "nothing of this package uses NVLink multicast; unset it"
-    ),
+    ("VLLM_COMMEXT_ALLOW_MULTICAST", "1"): _MULTICAST,
 }
 """Values that a toggle once had, and what to do instead."""
 
