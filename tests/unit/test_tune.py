@@ -19,7 +19,7 @@ from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.cli import checks as table
 from vllm_commext.cli import main, tune
-from vllm_commext.cli.tune_rank import RankOptions
+from vllm_commext.cli.tune import RankOptions
 from vllm_commext.compat import tp_group
 
 MIB = 1 << 20
@@ -124,7 +124,7 @@ def test_what_ranks_tell_is_shown_and_kept(
 import sys
 sys.path[:0] = {sys.path!r}
 from vllm_commext.allreduce.table import table as tables
-from vllm_commext.cli.tune_rank import say
+from vllm_commext.cli.tune import say
 times = {TIMES!r}
 say("backends", names=["custom", "nccl"])
 for size in times:

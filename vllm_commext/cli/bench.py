@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.bench import figures
+from vllm_commext.cli import above_zero
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import read_secret
@@ -29,6 +30,7 @@ HELP = "compare servers under open load: goodput within limits, beside the noise
 
 WORKLOADS = ("document", "mixed", "short")
 GONE = ("agentic", "conversation")
+_positive = above_zero(float, "a number above 0")
 COLUMNS = ("endpoint", "first token ms", "TPOT ms", "longest gap ms", "tokens/s", "good", "failed")
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SCHEMA = 1
@@ -45,16 +47,6 @@ class Contestant:
     rounds: list[Sequence[figures.Sample]]
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
 def _workload(text: str) -> str:
     if text in GONE:
         raise argparse.ArgumentTypeError(
@@ -64,56 +56,35 @@ def _workload(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``vllm-commext bench``."""
     add = parser.add_argument
-    add(
-        "--endpoint",
-        action="append",
-        required=True,
-        metavar="URL",
-        help="a server or proxy, http://HOST:PORT; repeat it: the first one is what the others are "
-        "compared with",
-    )
-    add(
-        "--workload",
-        type=_workload,
-        choices=WORKLOADS,
-        default="mixed",
-        help="default: %(default)s",
-    )
-    add(
-        "--trace", type=Path, metavar="FILE", help="JSON lines as Mooncake's, instead of a workload"
-    )
-    add(
-        "--export-trace",
-        type=Path,
-        metavar="FILE",
-        help="also write the arrivals of a round there, for vllm bench serve --dataset-name "
-        "timed_trace",
-    )
-    add("--rate", type=_positive, default=2.0, help="requests a second; default: %(default)g")
-    add("--seconds", type=_positive, default=30.0, help="of arrivals a round; default: %(default)g")
-    add("--rounds", type=int, default=3, help="for each endpoint; default: %(default)s")
-    add(
-        "--tpot-ms",
-        type=_positive,
-        default=25.0,
-        help="a good request's time per output token; default: %(default)g",
-    )
-    add("--ttft-ms", type=_positive, default=1000.0, help="and to the first; default: %(default)g")
-    add(
-        "--wait",
-        type=_positive,
-        default=30.0,
-        metavar="SECONDS",
-        help="for answers after a round's last arrival; later ones fail; default: %(default)g",
-    )
+    told = "a server or proxy, http://HOST:PORT; repeat it: the others are compared with the first"
+    add("--endpoint", action="append", required=True, metavar="URL", help=told)
+    told = "default: %(default)s"
+    add("--workload", type=_workload, choices=WORKLOADS, default="mixed", help=told)
+    for flag, default, told in (
+        ("--rate", 2.0, "requests a second"),
+        ("--seconds", 30.0, "of arrivals a round"),
+        ("--tpot-ms", 25.0, "a good request's time per output token"),
+        ("--ttft-ms", 1000.0, "and to the first"),
+        ("--wait", 30.0, "seconds for answers after a round's last arrival; later ones fail"),
+        ("--scale", 1.0, "times the workload's tokens"),
+    ):
+        add(flag, type=_positive, default=default, help=f"{told}; default: %(default)g")
     add("--warm-up", type=float, default=5.0, metavar="SECONDS", help="default: %(default)g")
-    add("--scale", type=_positive, default=1.0, help="times the workload's tokens; default: 1")
+    add("--rounds", type=int, default=3, help="for each endpoint; default: %(default)s")
     add("--vocab-size", type=int, default=0, help="default: what the model says, else 10,000")
     add("--seed", type=int, default=1, help="of arrivals; tokens are new in every run")
     add("--api-key-file", default="", metavar="FILE", help="holds the key that the endpoints need")
-    add("--json", type=Path, metavar="FILE", help="also write every request's times there")
+    for flag, told in (
+        ("--trace", "JSON lines as Mooncake's, instead of a workload"),
+        ("--json", "also write every request's times there"),
+        (
+            "--export-trace",
+            "also write the arrivals of a round there, for vllm bench serve --dataset-name "
+            "timed_trace",
+        ),
+    ):
+        add(flag, type=Path, metavar="FILE", help=told)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,7 +151,6 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def num_failed(one: Contestant) -> int:
-    """Requests of all rounds that failed."""
     return sum(bool(sample.error) for of in one.rounds for sample in of)
 
 

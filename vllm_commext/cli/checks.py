@@ -154,7 +154,6 @@ def capabilities() -> Iterable[Found]:
 
 
 def nixl_plugins() -> Iterable[Found]:
-    """Load every NIXL plug-in, and start the default one."""
     if not is_installed("nixl") or not distribution("nixl"):
         return
     logging.disable(logging.CRITICAL)
@@ -175,7 +174,6 @@ def nixl_plugins() -> Iterable[Found]:
 
 
 def driver() -> Found:
-    """Version of the NVIDIA driver, from nvidia-smi or from the kernel module."""
     program = shutil.which("nvidia-smi")
     if program is None:
         if DRIVER_FILE.exists():
@@ -192,8 +190,6 @@ def driver() -> Found:
 
 
 def gpus() -> Iterable[Found]:
-    """CUDA of torch, every GPU, the pairs that reach each other's memory, which backend serves
-    which sizes of all-reduces, and what could be switched on."""
     if not is_installed("torch") or not distribution("torch"):
         return
     import torch
@@ -218,7 +214,6 @@ def gpus() -> Iterable[Found]:
 
 
 def peer_access(count: int, can_access: Callable[[int, int], bool]) -> Found:
-    """The pairs of GPUs of which the first cannot reach the memory of the second."""
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     missing = [f"{a}->{b}" for a, b in pairs if not can_access(a, b)]
     name, remedy = "peer access", "GPUs without peer access exchange data through host memory"
@@ -249,7 +244,6 @@ def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Found]:
 
 
 def shared_memory() -> Found:
-    """Room in /dev/shm."""
     if not SHM.is_dir():
         return Found("not there", Level.ERROR, remedy="vLLM's workers need it")
     usage = shutil.disk_usage(SHM)
@@ -274,7 +268,6 @@ def _bind(host: str, port: int) -> str:
 
 
 def side_channel_port(environ: Mapping[str, str] = os.environ) -> Found:
-    """Whether the default port of the connector's side channel is free."""
     host, port = environ.get(HOST_VARIABLE, "localhost"), environ.get(PORT_VARIABLE, "5600")
     if not port.isdigit() or int(port) > 65535:
         remedy = f"set {PORT_VARIABLE} to a number from 0 to 65535"

@@ -18,15 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_commext.cli.report import (
-    EXIT_STATUS,
-    Check,
-    Level,
-    as_json,
-    as_text,
-    decode,
-    exit_status,
-)
+from vllm_commext.cli import above_zero
+from vllm_commext.cli.report import EXIT_STATUS, Check, Level, as_json, as_text, decode, exit_status
 from vllm_commext.nixl.config import parse_address
 
 KILL_WAIT_SECONDS = 10.0
@@ -37,23 +30,17 @@ def _command(probe: str, result: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "vllm_commext.cli.checks", probe, str(result), *arguments]
 
 
+def _how_it_ended(status: int) -> str:
+    if status < 0:
+        return f"ended by signal {signal.Signals(-status).name}"
+    return f"ended with status {status} and without a result"
+
+
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill the probe with all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(KILL_WAIT_SECONDS)
-
-
-def _failure(probe: str, found: str, stderr: Path) -> Check:
-    text = stderr.read_text(errors="replace") if stderr.exists() else ""
-    tail = " ".join(text.split())[-STDERR_TAIL_CHARACTERS:]
-    return Check(probe, "probe", found, Level.ERROR, f"it last said: {tail}" if tail else "")
-
-
-def _how_it_ended(status: int) -> str:
-    if status < 0:
-        return f"ended by signal {signal.Signals(-status).name}"
-    return f"ended with status {status} and without a result"
 
 
 def run_guarded(probe: str, timeout_seconds: float, *arguments: str) -> list[Check]:
@@ -73,17 +60,18 @@ def run_guarded(probe: str, timeout_seconds: float, *arguments: str) -> list[Che
                 start_new_session=True,
             )
             try:
-                status = process.wait(timeout_seconds)
+                found = _how_it_ended(process.wait(timeout_seconds))
             except subprocess.TimeoutExpired:
                 _end(process)
-                return [_failure(probe, f"no answer within {timeout_seconds:g} s", stderr)]
+                found = f"no answer within {timeout_seconds:g} s"
             except BaseException:
                 _end(process)
                 raise
-        try:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
             return decode(result.read_bytes())
-        except (OSError, msgspec.DecodeError):
-            return [_failure(probe, _how_it_ended(status), stderr)]
+        tail = " ".join(stderr.read_text(errors="replace").split())[-STDERR_TAIL_CHARACTERS:]
+        hint = f"it last said: {tail}" if tail else ""
+        return [Check(probe, "probe", found, Level.ERROR, hint)]
 
 
 HELP = "check the installation and this machine; exit status 0: ok, 1: warnings, 2: errors"
@@ -96,47 +84,23 @@ wait minutes for a connection."""
 PROGRESS_SECONDS = 2.0
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``vllm-commext doctor``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print every check instead of the headlines"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object, no table")
+    add("--verbose", action="store_true", help="print every check instead of the headlines")
+    add(
         "--timeout",
-        type=_seconds,
+        type=above_zero(float, "a number of seconds above 0"),
         default=TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="bound for each probe (default: %(default)g)",
     )
-    parser.add_argument(
-        "--peer",
-        type=_place,
-        metavar="HOST:PORT",
-        help="check instead the way to this side channel: name, port, secret, NIXL, bandwidth",
-    )
-    parser.add_argument(
-        "--listen",
-        type=_place,
-        metavar="HOST:PORT",
-        help="stand in for an engine there, for --peer on another host, until interrupted",
-    )
-    parser.add_argument(
-        "--secret-file",
-        default="",
-        metavar="FILE",
-        help="the side channel's secret (default: COMMEXT_NIXL_SECRET)",
-    )
+    told = "check instead the way to this side channel: name, port, secret, NIXL, bandwidth"
+    add("--peer", type=_place, metavar="HOST:PORT", help=told)
+    told = "stand in for an engine there, for --peer on another host, until interrupted"
+    add("--listen", type=_place, metavar="HOST:PORT", help=told)
+    told = "the side channel's secret (default: COMMEXT_NIXL_SECRET)"
+    add("--secret-file", default="", metavar="FILE", help=told)
 
 
 def _place(text: str) -> str:
@@ -179,7 +143,6 @@ def _peer_checks(args: argparse.Namespace) -> list[Check]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; returns the exit status."""
     if args.listen:
         from vllm_commext.cli.peer import listen
 

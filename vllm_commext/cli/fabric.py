@@ -42,7 +42,6 @@ def _read(path: Path) -> str:
 
 
 def rdma_ports(root: Path = ROOT) -> list[Port]:
-    """All ports of all RDMA devices, by name."""
     return [
         Port(
             f"{folder.parent.parent.name}:{folder.name}",
@@ -98,7 +97,6 @@ def lockable(limit: int, has_capability: bool) -> Found:
 
 
 def gpu_direct(root: Path = ROOT) -> Iterable[Found]:
-    """By which way NICs reach GPU memory; nothing without a driver of NVIDIA's."""
     driver_text = _read(root / "proc/driver/nvidia/version")
     if not driver_text or not rdma_ports(root):
         return

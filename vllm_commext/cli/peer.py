@@ -223,7 +223,6 @@ def _read(agent: NixlAgent, worker: WorkerDescription, said: _Said) -> Found:
 
 
 def _last(steps: Generator[None, None, Speed | None]) -> Speed | None:
-    """Go through all steps."""
     while True:
         try:
             next(steps)

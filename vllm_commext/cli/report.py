@@ -153,7 +153,6 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """The whole report as one JSON object."""
     report = {
         "schema": JSON_SCHEMA,
         "version": __version__,
@@ -164,7 +163,6 @@ def as_json(checks: Sequence[Check]) -> str:
 
 
 def encode(checks: Sequence[Check]) -> bytes:
-    """Checks as a probe's process hands them over."""
     return msgspec.json.encode(checks)
 
 

@@ -1,6 +1,7 @@
 """``vllm-commext tune allreduce --tp N``: measure the backends here, and keep what was found.
 
-A process a GPU measures; this one shows how far they are, a table of microseconds and curves.
+A process a GPU measures, ``python -m vllm_commext.cli.tune OPTIONS`` with options as JSON; the
+command shows how far they are, a table of microseconds and curves.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from vllm_commext.allreduce.table import table as tables
 from vllm_commext.allreduce.table.machine import have_access
 from vllm_commext.allreduce.table.measure import SIZES
 from vllm_commext.allreduce.table.table import describe, size_text
-from vllm_commext.cli.tune_rank import PREFIX, RankOptions
+from vllm_commext.cli import above_zero
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -94,17 +95,10 @@ def progress_bar(done: int, total: int, columns_wide: int = 30) -> str:
 HELP = "benchmark all-reduce backends on this machine; vLLM uses the result at its next start"
 START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
 FAILED_LINES = 15
-
-
-def _number(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return value
+_number = above_zero(int, "a whole number above 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``vllm-commext tune``."""
     parser.add_argument("what", choices=("allreduce",), help="what to measure")
     parser.add_argument("--tp", type=_number, required=True, metavar="N", help="number of GPUs")
     parser.add_argument(
@@ -153,7 +147,7 @@ def _start(args: argparse.Namespace, log: Path) -> list[subprocess.Popen[str]]:
         with log.open("ab") as file:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "vllm_commext.cli.tune_rank", text],
+                    [sys.executable, "-m", "vllm_commext.cli.tune", text],
                     env=environ,
                     stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                     stderr=file,
@@ -246,3 +240,76 @@ def _show(
         figures = {"machine": last["machine"], "microseconds": times, "table": last["table"]}
         file.write_text(json.dumps(figures, indent=1) + "\n")
         print(f"figures in {file}")
+
+
+PREFIX = "commext-tune "
+
+
+class RankOptions(msgspec.Struct, frozen=True):
+    """One rank of `world_size`, which meet at `port` of this host; `sizes` in bytes and what
+    follows as in `measure.Options`; `save`: write the table to the user's cache folder."""
+
+    rank: int
+    world_size: int
+    port: int
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    hidden: int
+    samples: int
+    seconds: float
+    save: bool
+
+
+def say(kind: str, **values: Any) -> None:
+    """Print a line for the command; libraries may print lines of their own between them."""
+    sys.stdout.write(f"\n{PREFIX}{json.dumps({'kind': kind, **values})}\n")
+    sys.stdout.flush()
+
+
+def measure_rank(options: RankOptions) -> None:
+    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce.backends import flashinfer
+    from vllm_commext.allreduce.creation import Parts, create_dispatcher
+    from vllm_commext.allreduce.table import cache, measure
+    from vllm_commext.allreduce.table.machine import read_machine
+    from vllm_commext.collective import Collective
+    from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
+
+    multicast.keep_off()
+    flashinfer.shared.budget_bytes = flashinfer.MEASURING_BYTES
+    with tensor_parallel(options.rank, options.world_size, options.port) as group:
+        made = group.device_communicator
+        custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
+        parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
+        dispatcher = create_dispatcher(parts, None, wanted=names.BACKENDS)
+        collective = Collective.over(parts.cpu_group)
+        first = options.rank == 0
+        if first:
+            say("backends", names=list(dispatcher.backends))
+
+        def progress(dtype: str, size: int, times: Mapping[str, float]) -> None:
+            if first:
+                say("size", dtype=dtype, size=size, times=dict(times))
+
+        chosen = measure.Options(
+            options.sizes, options.dtypes, options.hidden, options.samples, seconds=options.seconds
+        )
+        times = measure.measure_backends(
+            *(dispatcher, collective, chosen, group.graph_capture, progress),
+            norm=fused_add_rms_norm,
+        )
+        machine = read_machine(made.device)
+        origin = f"measured on {options.world_size} x {machine.gpu}"
+        table = tables.build_table(times, options.world_size, origin)
+        if first:
+            path = str(cache.save(machine, table, options.hidden)) if options.save else ""
+            text = tables.encode(table).decode()
+            say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
+        collective.run(lambda: None)
+
+
+if __name__ == "__main__":
+    measure_rank(msgspec.json.decode(sys.argv[1], type=RankOptions))
+    # The measurement is out; tearing down libraries that share memory need not go well.
+    sys.stdout.flush()
+    os._exit(0)
