@@ -128,7 +128,6 @@ class Collective:
                 distributed.monitored_barrier(self._group, timedelta(seconds=seconds))
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        """Return every rank's object, in the order of ranks."""
         return tuple(self._meet(_Stage.EXCHANGE, data))
 
     def bcast(self, data: Any, root: int) -> Any:
@@ -136,7 +135,6 @@ class Collective:
         return self.allgather(data if self.rank == root else None)[root]
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.allgather(None)
 
     def Get_rank(self) -> int:

@@ -44,7 +44,6 @@ class DrainFile:
         self._next_look = 0.0
 
     def is_there(self) -> bool:
-        """Return whether the engine is to drain."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -53,7 +52,6 @@ class DrainFile:
 
 
 def drain_file(environ: Mapping[str, str] = os.environ) -> DrainFile | None:
-    """Return the file that the environment names, None where it names none."""
     path = environ.get(VARIABLE, "")
     return DrainFile(path) if path else None
 
@@ -80,7 +78,6 @@ class Gate:
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one connection's request."""
         is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
         is_health = scope.get("path") == "/health"
         if (is_work or is_health) and self._file.is_there():

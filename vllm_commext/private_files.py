@@ -39,7 +39,6 @@ def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | N
 
 @cache
 def say(text: str) -> None:
-    """Log a line once."""
     logger.warning("commext: %s", text)
 
 
@@ -74,7 +73,6 @@ def check_private(status: os.stat_result, path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is a private file of that name."""
     try:
         with opened(path.parent) as folder:
             status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)

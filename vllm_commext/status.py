@@ -47,12 +47,10 @@ class CapabilityStatus:
     is_quiet: bool = False
 
     def line(self) -> str:
-        """The one line that a process logs about this capability."""
         remark = "; ".join(part for part in (self.reason, self.fallback) if part)
         return f"commext: {self.name} {self.state.value}" + (f" ({remark})" if remark else "")
 
     def level(self) -> int:
-        """The level, as in `logging`, at which `line` is logged."""
         if self.state is not State.REFUSED:
             return logging.DEBUG if self.is_quiet else logging.INFO
         return logging.ERROR if self.required else logging.WARNING
@@ -101,7 +99,6 @@ def recorded() -> tuple[CapabilityStatus, ...]:
 
 
 def find(name: str) -> CapabilityStatus | None:
-    """The outcome for one capability, or None where none was recorded."""
     return _statuses.get(name)
 
 

@@ -46,7 +46,6 @@ class Events:
         return self._counted or self._num_events
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take in bytes that came at an instant."""
         *lines, self._held = (self._held + data).split(b"\n")
         num_events = self._num_events
         for line in lines:
@@ -215,7 +214,6 @@ class _Load:
         return Played([self._sample(place) for place in range(len(self._arrivals))], self._late)
 
     async def watch(self, progress: Callable[[str], None]) -> None:
-        """Say how far it is, every two seconds."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             num_failed = sum(bool(one.error) for one in self._ended.values())

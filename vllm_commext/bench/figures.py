@@ -77,12 +77,10 @@ def tokens_per_second(samples: Round) -> float:
 
 
 def errors(samples: Round) -> Mapping[str, int]:
-    """Count failures by reason, the most frequent first."""
     return dict(Counter(one.error for one in samples if one.error).most_common())
 
 
 def placements(samples: Round) -> Mapping[str, int]:
-    """Count placements by kind, the most frequent first."""
     kinds = (one.placement.partition(" ")[0].strip(";,") for one in samples if one.placement)
     return dict(Counter(kinds).most_common())
 
@@ -118,7 +116,6 @@ class Comparison:
 
 
 def compare(first: Sequence[Round], second: Sequence[Round], limits: Limits) -> Comparison:
-    """Two contestants' rounds, of as many requests each."""
     counts = [[num_good(one, limits) for one in rounds] for rounds in (first, second)]
     failed = [sum(bool(one.error) for of in rounds for one in of) for rounds in (first, second)]
     noise = None
@@ -138,7 +135,6 @@ def spread(counts: Sequence[float]) -> float:
 
 
 def verdict(names: tuple[str, str], found: Comparison) -> str:
-    """One sentence to act upon."""
     failed = [
         f"; {count} of {found.total} of {name} failed"
         for name, count in zip(names, found.failed, strict=True)

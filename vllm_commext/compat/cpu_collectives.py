@@ -61,7 +61,6 @@ class RingModule:
 
 
 def is_meant(communicator: Any) -> bool:
-    """Return whether a communicator is one of several tensor-parallel ranks."""
     return communicator.unique_name.split(":")[0] == "tp" and communicator.world_size > 1
 
 
@@ -118,7 +117,6 @@ def _tried(communicator: Any, ranks: "Collective") -> "RingGroup":
 
 
 def _self_test(communicator: Any, rings: "RingGroup") -> None:
-    """Compare sums and gathers of the rings with the group's."""
     import torch
     from torch import distributed
 

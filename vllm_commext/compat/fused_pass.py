@@ -149,7 +149,6 @@ def _is_op(name: str) -> bool:
 
 
 def _serves(tokens: Any, group: str, shape: FusedShape) -> bool:
-    """Ask the group's policy about a graph's range of tokens."""
     norm = fused_op.find_group(group)
     row = shape.hidden * ITEM_BYTES[shape.dtype]
     low, high = tokens.start * row, tokens.end * row

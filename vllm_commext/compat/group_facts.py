@@ -56,7 +56,6 @@ def _settings() -> tuple[str, ...]:
 
 
 def _has_multicast(device: "torch.device") -> bool:
-    """True where the GPU has multicast by the driver's word, and vLLM may use it."""
     if all(os.environ.get(name) == value for name, value in multicast.IN_VLLM.items()):
         return False
     from vllm_commext.gpu.launch import check
@@ -131,6 +130,5 @@ def forget(group: "ProcessGroup") -> None:
 
 
 def microbatches(config: Any) -> bool:
-    """True where vLLM runs a batch in parts, on several streams."""
     parallel = config.parallel_config if config is not None else None
     return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1

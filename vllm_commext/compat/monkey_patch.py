@@ -148,7 +148,6 @@ def row_of(symbol: str) -> MonkeyPatch:
 
 
 def _locate(symbol: str) -> tuple[Any, str]:
-    """The object that owns the symbol, and the symbol's own name."""
     module_name, colon, path = symbol.partition(":")
     if not (module_name and colon and path):
         raise ConfigError(f"expected a symbol such as 'package.module:Class.name', got {symbol!r}")
@@ -259,6 +258,5 @@ def restore(row: MonkeyPatch) -> None:
 
 
 def is_patched(row: MonkeyPatch) -> bool:
-    """Whether the row's symbol is patched now, by this package."""
     owner, name = _locate(row.symbol)
     return name in _originals(owner)

@@ -157,7 +157,6 @@ def _ranks_per_host() -> int:
 
 
 def _place(pg: Any) -> tuple[int, int]:
-    """Return rank in the group and size of the group."""
     if not isinstance(pg, dist.ProcessGroup):
         return pg.rank, pg.world_size
     return dist.get_rank(pg), dist.get_world_size(pg)

@@ -45,7 +45,6 @@ def tell_once(what: str) -> None:
 
 
 def identity() -> str:
-    """Facts that compiled graphs depend on: models and their workspaces; empty without any."""
     return json.dumps(_served, sort_keys=True) if _served else ""
 
 
@@ -218,7 +217,6 @@ def _install_minimax() -> None:
 
 
 def _check_needs() -> None:
-    """On a GPU platform, what compiles the kernel; without touching the GPU."""
     from vllm.platforms import current_platform
 
     from vllm_commext.gpu import nvrtc

@@ -34,7 +34,6 @@ class Pauses:
         self._scheduler: Any = None
 
     def before_step(self, core: Any) -> None:
-        """Say whether the engine is paused; ``core`` is vLLM's ``EngineCoreProc``."""
         self._scheduler = core.scheduler
         self.source.note_pause(is_paused=self._is_paused())
 

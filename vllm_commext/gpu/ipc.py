@@ -218,7 +218,6 @@ class PinnedMemory:
 
 
 def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
-    """Ranks from which nothing came, by the kernel's answer."""
     return [peer for peer in range(world_size) if peer != rank and not answer >> peer & 1]
 
 

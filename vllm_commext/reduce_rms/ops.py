@@ -46,7 +46,6 @@ def _check_pair(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied unless its last dimension is contiguous: the kernel needs no more."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -113,7 +113,6 @@ class RingEnd:
         self.address = address
 
     def peers(self) -> list[Peer]:
-        """Return the writer and every reader, in this order."""
         return [Peer(*fields) for fields in self.core.peers()]
 
     def slowest_reader(self) -> Peer:
@@ -151,7 +150,6 @@ class RingEnd:
             self.fail(status)
 
     def fail(self, status: int) -> NoReturn:
-        """Raise the error of a status that is not OK."""
         if status == TIMEOUT:
             raise CommextTimeoutError(f"nothing within the timeout; {self.describe_peers()}")
         if status == CANCELLED:

@@ -218,7 +218,6 @@ def apart_and_fused(
 
 
 def size_text(num_bytes: int) -> str:
-    """Format as ``512 KiB``, ``7.5 MiB``, ``100 B``."""
     for unit, name in UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
