@@ -38,7 +38,7 @@ class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import names
+        from vllm_commext.allreduce import limits
         from vllm_commext.allreduce.backends import flashinfer
         from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
@@ -50,7 +50,7 @@ class Variants:
             made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm
         )
         flashinfer.shared.budget_bytes = MEASURING_BYTES
-        self.dispatcher = create_dispatcher(self._parts, None, wanted=names.BACKENDS)
+        self.dispatcher = create_dispatcher(self._parts, None, wanted=limits.BACKENDS)
         self.collective = Collective.over(made.cpu_group)
         self.group, self._vllm = group, made
 

@@ -13,18 +13,12 @@ from vllm_commext.errors import UnsupportedError
 
 
 class Offer(NamedTuple):
-    """Whereabouts of memory for another process.
+    """Whereabouts of memory for another process."""
 
-    Attributes:
-        host: the running kernel's identity.
-        process: its number, and `descriptor` that of the memory's file in it.
-        file: device, inode and size of the file, by which it is known again.
-    """
-
-    host: str
+    host: str  # the running kernel's identity
     process: int
-    descriptor: int
-    file: tuple[int, int, int]
+    descriptor: int  # of the memory's file, in that process
+    file: tuple[int, int, int]  # its device, inode and size, by which it is known again
 
 
 def host_identity() -> str:
@@ -38,11 +32,7 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 
 
 class AnonymousMemory:
-    """Anonymous memory, mapped into this process.
-
-    Args:
-        descriptor: of its file; it stays open until `forget_file`.
-    """
+    """Anonymous memory, mapped into this process; its file stays open until `forget_file`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -65,11 +55,7 @@ class AnonymousMemory:
 
     @classmethod
     def open(cls, offer: Offer) -> Self:
-        """Map the memory of another process.
-
-        Raises:
-            UnsupportedError: it is on another host, or cannot be reached from here.
-        """
+        """Map the memory of another process; UnsupportedError where that cannot be reached."""
         if offer.host != host_identity():
             raise UnsupportedError("expected all processes on one host, got several hosts")
         path = f"/proc/{offer.process}/fd/{offer.descriptor}"

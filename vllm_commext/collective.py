@@ -34,11 +34,7 @@ class _LeftError(Exception):
 class Collective:
     """A group of ranks that exchange Python objects; has the methods that FlashInfer calls.
 
-    Args:
-        rank: of this process within the group.
-        world_size: ranks.
-        swap: returns every rank's object; bounds its own wait.
-        group: the process group behind it, for `await_others`.
+    *swap* returns every rank's object and bounds its own wait; *group*: for `await_others`.
     """
 
     def __init__(
@@ -83,11 +79,8 @@ class Collective:
     def run(self, step: Callable[[], Value]) -> list[Value]:
         """Run `step` on every rank and return what it returned on each, in the order of ranks.
 
-        The step may call this object's other methods, equally often on every rank. What it
-        returns must be picklable.
-
-        Raises:
-            UnsupportedError: it failed on some rank; the message names each and why.
+        The step may call this object's other methods, equally often on every rank, and returns
+        something picklable. UnsupportedError where it failed on some rank names each and why.
         """
         try:
             value = step()

@@ -32,11 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class DrainFile:
-    """The file; it is looked for at most every ``LOOK_SECONDS``.
-
-    Attributes:
-        path: where it is while the engine drains.
-    """
+    """The file, at `path` while the engine drains; looked for at most every ``LOOK_SECONDS``."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

@@ -4,6 +4,9 @@ Each one is also the built-in exception that fits, so a caller need not know thi
 handle it.
 """
 
+from enum import StrEnum
+from typing import Self
+
 
 class CommextError(Exception):
     """Root of the tree."""
@@ -35,3 +38,15 @@ class ProtocolError(CommextError, RuntimeError):
 
 class CommextTimeoutError(CommextError, TimeoutError):
     """A wait reached its bound."""
+
+
+class Reason(StrEnum):
+    """A closed list of reasons: values of a metric's label, with their meanings for people."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member

@@ -19,10 +19,8 @@ def on_one_line(text: str) -> str:
 
 class RateLimitedLog:
     """Warnings, at most ``burst`` a period for each key; the next one tells how many were left out.
-    Each is one line, whatever a peer's text in it holds.
-
-    Keys are a fixed set of reasons in the code, never text from the network, so the record stays
-    small.
+    Each is one line, whatever a peer's text in it holds. Keys are names in the code, never text
+    from the network.
     """
 
     def __init__(

@@ -44,15 +44,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Capability:
-    """One row of what this package can bring into vLLM.
+    """One row of the capabilities that this package can bring into vLLM.
 
     Attributes:
-        name: its name in the log, in `compat.parts`, and the `Toggle.field` of its toggle.
-        activate: puts it in place, or raises `UnsupportedError` with the reason why it cannot.
+        name: in the log, in `compat.parts`, and the `Toggle.field` of its toggle.
         refuse: called where it is refused, so that asking for it by name tells why.
-        fallback: what the user has instead where it is refused.
-        proof: `auto`, its default, is for machines on which it is proven, and this function of
-            `compat.fits` says where; elsewhere it is off, without a warning. Empty for all.
+        fallback: of the user where it is refused.
+        proof: function of `compat.fits`: on machines where it raises, `auto` is off, without a
+            warning. Empty for all.
     """
 
     name: str

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,9 +26,9 @@ _HEAD_BYTES = len(_HEAD) + 64 + 1
 MAX_BYTES = 64 * 1024 * 1024
 
 
-def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+def cache_folder(name: str) -> Path | None:
     """Folder of that name in the user's XDG cache folder; None where the user has none."""
-    base = environ.get("XDG_CACHE_HOME", "")
+    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(base) if base else Path.home() / ".cache"
     except RuntimeError:  # neither HOME nor an entry in the list of users
@@ -44,11 +44,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a private folder and give its descriptor.
-
-    Raises:
-        OSError: it is not there, cannot be made, or others could write it.
-    """
+    """Open a private folder and give its descriptor; OSError where others could write it."""
     if make:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     fd = os.open(folder, _READ | os.O_DIRECTORY)
@@ -86,11 +82,8 @@ def is_there(path: Path) -> bool:
 
 
 def make(path: Path) -> None:
-    """Make an empty private file, and its folder; one that is there stays.
-
-    Raises:
-        OSError: that cannot be, or another kind of file is there, or it is not private.
-    """
+    """Make an empty private file, and its folder; one that is there stays. OSError where that
+    cannot be, where another kind of file is there, or it is not private."""
     with opened(path.parent, make=True) as folder:
         fd = os.open(path.name, _MAKE, 0o600, dir_fd=folder)
         try:
@@ -100,11 +93,7 @@ def make(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that `make` has made, if there is one.
-
-    Raises:
-        OSError: another kind of file is there, or it cannot be removed.
-    """
+    """Remove a file that `make` has made, if there is one; OSError for another kind of file."""
     try:
         with opened(path.parent) as folder:
             _check_made(os.stat(path.name, dir_fd=folder, follow_symlinks=False), path)
@@ -139,11 +128,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file and its folder, whole or not at all.
-
-    Raises:
-        OSError: that cannot be, or the folder is not private.
-    """
+    """Write a file and its folder, whole or not at all; OSError where the folder is not private."""
     with opened(path.parent, make=True) as folder:
         unfinished = f".{path.name}.{secrets.token_hex(8)}"
         fd = os.open(unfinished, _MAKE | os.O_EXCL, 0o600, dir_fd=folder)

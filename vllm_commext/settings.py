@@ -22,21 +22,13 @@ _BACKEND = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
 
 @dataclass(frozen=True)
 class Toggle:
-    """One environment variable.
-
-    Attributes:
-        name: the environment variable.
-        field: the key under which `Settings` holds its value.
-        choices: the allowed values, written exactly so.
-        default: the value where the variable is not set.
-        meaning: one sentence for the generated documentation and for ``vllm-commext doctor``.
-    """
+    """One environment variable."""
 
     name: str
-    field: str
+    field: str  # the key under which `Settings` holds its value
     choices: tuple[str, ...]
     default: str
-    meaning: str
+    meaning: str  # for the generated documentation
 
 
 SWITCH, AUTO = ("0", "1"), ("auto", "0", "1")
@@ -132,15 +124,10 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The toggles' values as they stood when they were read.
-
-    Attributes:
-        values: one of the toggle's choices for every `Toggle.field`.
-        unknown: names in the environment that begin as ours do and are no toggle.
-    """
+    """The toggles' values as they stood when they were read, by `Toggle.field`."""
 
     values: Mapping[str, str]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # names that begin as ours do and are no toggle
 
     def __getitem__(self, field: str) -> str:
         return self.values[field]
@@ -175,12 +162,9 @@ def _read_toggle(toggle: Toggle, environ: Mapping[str, str]) -> str:
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read every toggle.
+    """Read every toggle; ConfigError names all that have a value which is not among their choices.
 
     Where the package is turned off as a whole, no other toggle can matter, so none is checked.
-
-    Raises:
-        ConfigError: a toggle has a value that is not among its choices; all such are named.
     """
     values = {toggle.field: toggle.default for toggle in TOGGLES}
     if environ.get(MASTER) == "0":

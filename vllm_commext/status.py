@@ -26,25 +26,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class CapabilityStatus:
-    """The outcome for one capability in this process.
-
-    Attributes:
-        name: the capability, as in ``commext: <name> active``.
-        state: see `State`.
-        reason: why it is off or refused, or a remark on an active one; may be empty.
-        fallback: what takes its place where it is refused; may be empty.
-        required: the user asked for it by name, so a refusal is an error and not only a warning.
-        is_untested: it is off for nothing but vLLM's version.
-        is_quiet: it is off where its default leaves it off, which is no news.
-    """
+    """The outcome for one capability in this process."""
 
     name: str
     state: State
-    reason: str = ""
-    fallback: str = ""
-    required: bool = False
-    is_untested: bool = False
-    is_quiet: bool = False
+    reason: str = ""  # why it is off or refused, or a remark on an active one
+    fallback: str = ""  # takes its place where it is refused
+    required: bool = False  # asked for by name: a refusal is an error and not only a warning
+    is_untested: bool = False  # off for nothing but vLLM's version
+    is_quiet: bool = False  # off by default, which is no news
 
     def line(self) -> str:
         remark = "; ".join(part for part in (self.reason, self.fallback) if part)

@@ -172,10 +172,10 @@ def current(config: Any) -> Iterator[None]:
 
 def crossing_table() -> Any:
     """The fused op comes first above 2 MiB alone, and the all-reduce by itself never."""
-    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce import limits
     from vllm_commext.allreduce.table.table import Row, Table
 
-    rows = (Row(2 << 20, (names.UNFUSED, names.FUSED_PUSH)), Row(1 << 26, (names.FUSED_PUSH,)))
+    rows = (Row(2 << 20, (limits.UNFUSED, limits.FUSED_PUSH)), Row(1 << 26, (limits.FUSED_PUSH,)))
     return Table(2, {}, "of the test", {"bfloat16": rows})
 
 

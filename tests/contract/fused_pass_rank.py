@@ -181,7 +181,7 @@ def serve(way: str) -> Any:
     """Let the group's name serve our op, as a communicator of GPUs would."""
     from vllm.distributed import get_tp_group
 
-    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce import limits
     from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.allreduce.table.table import Row, Table
@@ -191,7 +191,7 @@ def serve(way: str) -> Any:
     fused_op.forget_group(group.unique_name)
     if way == OFF:
         return None
-    first = names.UNFUSED if way == APART else names.FUSED_PUSH
+    first = limits.UNFUSED if way == APART else limits.FUSED_PUSH
     table = Table(2, {}, "test", {"float32": (Row(1 << 30, (first,)),)})
     apart = fused_op.after_all_reduce(group.device_communicator.all_reduce)
     norm = fused_op.FusedNorm(apart, None, FusedPolicy(table))

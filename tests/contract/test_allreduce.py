@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.contract.vllm_process import python_at_once, ranks
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.compat import tp_group
 from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, restore
 from vllm_commext.settings import TOGGLES
@@ -29,11 +29,11 @@ SUM = [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
 
 
 def test_a_forced_backend_serves_inside_vllms_communicator(tmp_path: Path) -> None:
-    for found in run_ranks(tmp_path, **{TOGGLE: "1", FORCED: names.NCCL}):
+    for found in run_ranks(tmp_path, **{TOGGLE: "1", FORCED: limits.NCCL}):
         assert found["attached"] == [True, False]
         assert found["same_class"]
         assert found["sums"] == [[SUM, SUM], True, [[2] * 4, [2] * 4], True]
-        assert found["served"] == {names.NCCL: 2, names.VLLM: 1}
+        assert found["served"] == {limits.NCCL: 2, limits.VLLM: 1}
         assert found["fused"][0] == [[1.0], [3.0]]
         assert "expected one of the groups" in found["fused"][1]
         assert found["checkpoint"][0].startswith("UnsupportedError: ")
@@ -116,7 +116,7 @@ def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPa
 
 def test_every_backend_can_be_forced_by_its_name() -> None:
     (toggle,) = (toggle for toggle in TOGGLES if toggle.name == FORCED)
-    assert set(toggle.choices) == {"auto", names.VLLM, *names.BACKENDS}
+    assert set(toggle.choices) == {"auto", limits.VLLM, *limits.BACKENDS}
 
 
 @pytest.mark.parametrize(

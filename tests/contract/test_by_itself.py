@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.by_itself_rank import ENDPOINTS, HIDDEN, TOKENS
 from tests.contract.vllm_process import python_at_once, ranks
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -45,8 +45,8 @@ def assert_untouched(case: dict[str, Any]) -> None:
 def test_on_a_proven_host_ours_takes_part_where_it_is_first(found: Found, name: str) -> None:
     for rank, of in enumerate(found):
         case = of[name]
-        assert case["backends"] == [names.NCCL, names.PUSH]
-        assert case["choices"] == [names.VLLM, names.PUSH]
+        assert case["backends"] == [limits.NCCL, limits.PUSH]
+        assert case["choices"] == [limits.VLLM, limits.PUSH]
         assert case["bytes"] == [LARGEST]
         assert case["fused"]
         assert "all_reduce" in case["patched"]
@@ -121,7 +121,7 @@ def test_a_norm_is_ours_only_where_it_was_measured_faster(found: Found) -> None:
 def test_batch_invariance_gets_one_order_of_sums_for_all_sizes(found: Found) -> None:
     for of in found:
         case = of["invariant"]
-        assert case["choices"] == [names.PUSH, names.PUSH]
+        assert case["choices"] == [limits.PUSH, limits.PUSH]
         assert case["fused"]
         assert case["pass"]
         assert case["norm"]
@@ -130,7 +130,7 @@ def test_batch_invariance_gets_one_order_of_sums_for_all_sizes(found: Found) -> 
 def test_graphs_are_cut_where_the_fused_op_begins_to_be_first(found: Found) -> None:
     for of in found:
         case = of["crossing table"]
-        assert case["choices"] == [names.VLLM, names.VLLM]
+        assert case["choices"] == [limits.VLLM, limits.VLLM]
         assert case["pass"]
         assert case["endpoints"] == cut(2 << 20)
         assert case["bytes"] == [LARGEST]  # the fused kernels' memory, not the table's 64 MiB

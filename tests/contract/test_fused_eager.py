@@ -10,7 +10,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import Operands, Outputs
@@ -29,7 +29,7 @@ SYMBOLS = [
 class Twofold:
     """In place of our kernels: two ranks with the same rows, up to `MOST` of them."""
 
-    name = names.FUSED_PUSH
+    name = limits.FUSED_PUSH
 
     def __init__(self) -> None:
         self.runs = 0
@@ -52,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twofold]:
     made = Twofold()
     group = SimpleNamespace(unique_name=GROUP)
     monkeypatch.setattr(fused_eager, "get_tp_group", lambda: group)
-    rows = (Row(2 * MOST * HIDDEN * 4, (names.FUSED_PUSH,)), Row(1 << 30, (names.UNFUSED,)))
+    rows = (Row(2 * MOST * HIDDEN * 4, (limits.FUSED_PUSH,)), Row(1 << 30, (limits.UNFUSED,)))
     policy = FusedPolicy(Table(2, {}, "test", {"float32": rows}))
     apart = fused_op.after_all_reduce(lambda x: x + x)
     fused_op.register_group(GROUP, fused_op.FusedNorm(apart, made, policy))

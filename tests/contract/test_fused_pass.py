@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from tests.contract.fused_pass_rank import APART, GEMMA, LAYERS, OFF, ON, QUANTISED
 from tests.contract.vllm_process import ranks
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
@@ -132,10 +132,10 @@ def test_vllms_pass_manager_runs_ours(served: Callable[[str], None]) -> None:
     module, without = run_passes()
     assert (count(module, fused), count(module, summed)) == (0, LAYERS)
     factors = envs.compile_factors()
-    served(names.UNFUSED)
+    served(limits.UNFUSED)
     module, unwanted = run_passes()
     assert (count(module, fused), count(module, summed)) == (0, LAYERS)
-    served(names.FUSED_PUSH)
+    served(limits.FUSED_PUSH)
     module, wanted = run_passes()
     assert (count(module, fused), count(module, summed)) == (LAYERS, 0)
     assert len({without, unwanted, wanted}) == 3
@@ -164,7 +164,7 @@ def test_the_op_is_told_of_the_weights_that_come_next(served: Callable[[str], No
     sizes = ((3, 64), (64,), (rows, 64))
     arguments = [torch.ones(size, dtype=torch.bfloat16) for size in sizes]
     module = make_fx(layer, tracing_mode="fake")(*arguments)
-    served(names.FUSED_PUSH)
+    served(limits.FUSED_PUSH)
     current_platform.import_kernels()
     manager = PostGradPassManager()
     manager.configure(VllmConfig())
@@ -188,7 +188,7 @@ def test_a_quantiser_as_vllm_writes_it_is_found(
     current_platform.import_kernels()
     from vllm_commext.compat.fused_quant import KINDS, MatcherQuantFP8
 
-    served(names.FUSED_PUSH)
+    served(limits.FUSED_PUSH)
     with set_current_vllm_config(VllmConfig(), check_compile=False):
         quantiser = MatcherQuantFP8(KINDS[epilogue][0], enabled=False)
 

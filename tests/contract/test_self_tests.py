@@ -12,7 +12,7 @@ from tests.contract.qk_norms_rank import CASES, wanted
 from tests.contract.vllm_process import ranks
 from tests.kit.ports import free_port
 from tests.kit.untested import ENVIRON, WITHHOLD
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.compat.reduce_rms import MODEL
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -63,7 +63,7 @@ def test_cpu_collectives(first: str, served_by: str) -> None:
 
 @pytest.mark.parametrize(("first", "attached"), [HOLDS("", True), (NCCL, False)])
 def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
-    environ = {"VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": names.NCCL}
+    environ = {"VLLM_COMMEXT_ALLREDUCE": "1", "VLLM_COMMEXT_ALLREDUCE_BACKEND": limits.NCCL}
     args = ("2", str(tmp_path / "store"))
     for each in found("allreduce_ranks.py", *args, first=first, **environ):
         assert each["attached"] == [attached, False]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.kit.gpu_ranks import checks_of, run_checks
-from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce import limits, multicast
 from vllm_commext.allreduce.backends import flashinfer
 from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
@@ -67,7 +67,7 @@ class Rank:
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         self.parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
         self.collective = Collective.over(made.cpu_group)
-        self.dispatcher = create_dispatcher(self.parts, None, wanted=names.BACKENDS)
+        self.dispatcher = create_dispatcher(self.parts, None, wanted=limits.BACKENDS)
 
     def table(self) -> Table:
         """A table under which every backend comes first somewhere."""
@@ -183,9 +183,9 @@ def check_graphs(rank: Rank) -> Figures:
 
 def check_unprepared_capture(rank: Rank) -> Figures:
     """A capture that finds no workspace takes another backend, and creates nothing."""
-    if names.FLASHINFER_ONE_SHOT not in rank.dispatcher.backends:
+    if limits.FLASHINFER_ONE_SHOT not in rank.dispatcher.backends:
         return {"skipped": "no FlashInfer"}
-    rows = (Row(MIB, (names.FLASHINFER_ONE_SHOT, names.NCCL)),)
+    rows = (Row(MIB, (limits.FLASHINFER_ONE_SHOT, limits.NCCL)),)
     rank.use(Table(rank.world, {"bfloat16": rows}, "test"))
     case = rank.sum(1, (4, 1536))
     tensor = case.parts[rank.rank].clone()
@@ -195,7 +195,7 @@ def check_unprepared_capture(rank: Rank) -> Figures:
     graph.replay()
     assert out is not None
     assert int(case.errors(out)) == 0
-    assert rank.dispatcher.choice(tensor) == names.FLASHINFER_ONE_SHOT
+    assert rank.dispatcher.choice(tensor) == limits.FLASHINFER_ONE_SHOT
     return {}
 
 

@@ -19,7 +19,7 @@ from tests.contract.qk_norms_rank import CASES
 from tests.kit.gpu_ranks import checks_of, run_checks
 from tests.kit.untested import ENVIRON, withhold_evidence
 from vllm_commext import plugin, status
-from vllm_commext.allreduce import multicast, names
+from vllm_commext.allreduce import limits, multicast
 from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce, fused_pass, reduce_rms, reduce_rms_models
@@ -30,7 +30,7 @@ from vllm_commext.reduce_rms import ops
 TOGGLES = {
     **ENVIRON,
     "VLLM_COMMEXT_ALLREDUCE": "1",
-    "VLLM_COMMEXT_ALLREDUCE_BACKEND": names.PUSH,
+    "VLLM_COMMEXT_ALLREDUCE_BACKEND": limits.PUSH,
     "VLLM_COMMEXT_REDUCE_RMS": "1",
 }
 MODELS = [name for name in CASES if name != reduce_rms.MODEL]  # of the real model's shapes alone
@@ -66,7 +66,7 @@ def check_all_reduce(rank: Rank) -> Figures:
     """The communicator was made with a dispatcher that had passed its test."""
     made = allreduce.dispatcher_of(rank.communicator)
     assert made is not None
-    assert names.PUSH in made.backends
+    assert limits.PUSH in made.backends
     return {"backends": list(made.backends)}
 
 

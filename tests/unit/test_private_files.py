@@ -138,7 +138,8 @@ def test_without_a_home_there_is_no_cache(environ: dict[str, str]) -> None:
     code = (
         "import os; from vllm_commext import private_files\n"
         "os.environ.pop('HOME', None); os.setuid(1234567) if os.getuid() == 0 else 0\n"
-        f"print([private_files.cache_folder('allreduce', {environ}) for _ in range(2)])"
+        f"os.environ.pop('XDG_CACHE_HOME', None); os.environ.update({environ})\n"
+        "print([private_files.cache_folder('allreduce') for _ in range(2)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     if os.getuid() == 0:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table import cache, measure
 from vllm_commext.allreduce.table import table as tables
@@ -154,24 +154,25 @@ def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
     assert not list(table.tables(1, lambda _: None))
 
 
-def test_a_measured_table_comes_before_the_built_in_one(tmp_path: Path) -> None:
-
+def test_a_measured_table_comes_before_the_built_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine("NVIDIA H200", "NV18", "1", "2", "3", "4", "5")
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert cache.find_table(machine, 2, environ=environ) == builtin_table(machine.gpu, 2)
+    assert cache.find_table(machine, 2) == builtin_table(machine.gpu, 2)
     measured = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
-    cache.save(machine, measured, environ=environ)
+    cache.save(machine, measured)
     known = builtin_table(machine.gpu, 2)
     assert known is not None
-    found = cache.find_table(machine, 2, environ=environ)
+    found = cache.find_table(machine, 2)
     assert found == msgspec.structs.replace(measured, fused=known.fused)
     own = {"bfloat16": (Row(8, ("apart",)),)}
-    cache.save(machine, msgspec.structs.replace(measured, fused=own), environ=environ)
-    found = cache.find_table(machine, 2, environ=environ)
+    cache.save(machine, msgspec.structs.replace(measured, fused=own))
+    found = cache.find_table(machine, 2)
     assert found.fused == own
-    without = cache.find_table(machine, 2, use_cache=False, environ=environ)
+    without = cache.find_table(machine, 2, use_cache=False)
     assert without == builtin_table(machine.gpu, 2)
-    assert cache.find_table(machine, 3, environ=environ) is None
+    assert cache.find_table(machine, 3) is None
 
 
 def test_nccl_is_found_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,14 +273,14 @@ class TestNeighbours:
 
     def test_a_table_has_who_serves_both_beside_the_fastest_of_the_others(self) -> None:
         times = {
-            1024: {"push": 5.0, "nccl": 9.0, names.FUSED_PUSH: 3.0, names.FUSED_FLASHINFER: 4.0},
-            4096: {"push": 6.0, "nccl": 9.0, names.FUSED_PUSH: 8.0},
+            1024: {"push": 5.0, "nccl": 9.0, limits.FUSED_PUSH: 3.0, limits.FUSED_FLASHINFER: 4.0},
+            4096: {"push": 6.0, "nccl": 9.0, limits.FUSED_PUSH: 8.0},
             8192: {"push": 7.0, "nccl": 9.0},
         }
         table = tables.build_table({"bfloat16": times}, 2, "a test")
         assert table.ranking(1024, "bfloat16") == ("push", "nccl")
-        first = (names.FUSED_PUSH, names.FUSED_FLASHINFER, names.UNFUSED)
+        first = (limits.FUSED_PUSH, limits.FUSED_FLASHINFER, limits.UNFUSED)
         assert table.fused_ranking(1024, "bfloat16") == first
-        assert table.fused_ranking(4096, "bfloat16") == (names.UNFUSED, names.FUSED_PUSH)
+        assert table.fused_ranking(4096, "bfloat16") == (limits.UNFUSED, limits.FUSED_PUSH)
         plain = tables.build_table({"bfloat16": {8192: times[8192]}}, 2, "a test")
         assert plain.fused == {}

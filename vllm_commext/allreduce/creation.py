@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.backends import flashinfer, push
 from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
 from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
@@ -51,7 +51,7 @@ def _flashinfer(parts: Parts, table: Table | None) -> Sequence[Backend]:
             "its kernels are not compiled, which takes minutes; `vllm-commext tune allreduce` "
             "compiles and measures them"
         )
-    largest = _largest(table, names.FLASHINFER_ONE_SHOT, MAX_MESSAGE_BYTES)
+    largest = _largest(table, limits.FLASHINFER_ONE_SHOT, MAX_MESSAGE_BYTES)
     return [flashinfer.FlashInferBackend(parts.cpu_group, largest)]
 
 
@@ -70,15 +70,15 @@ def _makers(
     most_bytes: int,
 ) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
-    if parts.custom is not None and names.CUSTOM in wanted:
+    if parts.custom is not None and limits.CUSTOM in wanted:
         makers["custom"] = lambda: [CustomBackend(parts.custom)]
-    if names.FLASHINFER_ONE_SHOT in wanted:
+    if limits.FLASHINFER_ONE_SHOT in wanted:
         makers["FlashInfer"] = lambda: _flashinfer(parts, table)
-    if names.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
+    if limits.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
         # Larger messages go in parts, so what no message reaches need not be there.
         bound = min(push.MAX_MESSAGE_BYTES, most_bytes or push.MAX_MESSAGE_BYTES)
-        led = _largest(table, names.PUSH, bound)
-        fused = table.leads_fused(names.FUSED_PUSH) if table is not None else 0
+        led = _largest(table, limits.PUSH, bound)
+        fused = table.leads_fused(limits.FUSED_PUSH) if table is not None else 0
         num_bytes = max(led, min(fused, bound))
         makers[OUR_KERNEL] = lambda: [push.PushBackend(num_bytes, collective)]
     makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
@@ -110,8 +110,8 @@ def create_dispatcher(
     """Create the dispatcher of a group; collective, outside a capture.
 
     Args:
-        table: what was measured; rank 0's serves all.
-        forced: the one backend that the user wants, or None.
+        table: rank 0's serves all.
+        forced: see `Policy`.
         wanted: backends to create, in order to measure them; None for those of the table.
         most_bytes: of the largest message to come, alike on all ranks; 0 where unknown.
 
@@ -130,8 +130,8 @@ def create_dispatcher(
         )
     table = of_ranks[0][2]
     chosen = list(wanted_backends(table, forced) if named is None else named)
-    if names.CUSTOM in chosen and not all(has_custom for _, has_custom, _ in of_ranks):
-        chosen.remove(names.CUSTOM)
+    if limits.CUSTOM in chosen and not all(has_custom for _, has_custom, _ in of_ranks):
+        chosen.remove(limits.CUSTOM)
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
     try:
@@ -146,12 +146,12 @@ def create_dispatcher(
 
 def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
     """The backends that a table has first somewhere or the user forces, in the order of
-    `names.BACKENDS`; what they cannot take goes to NCCL."""
+    `limits.BACKENDS`; what they cannot take goes to NCCL."""
     rows = [row for of in table.rows.values() for row in of] if table else []
     ranked = {forced} if forced is not None else {row.ranking[0] for row in rows}
-    if forced is None and table is not None and table.leads_fused(names.FUSED_PUSH):
-        ranked.add(names.PUSH)  # whose memory the fused kernels use
-    return tuple(name for name in names.BACKENDS if name in ranked)
+    if forced is None and table is not None and table.leads_fused(limits.FUSED_PUSH):
+        ranked.add(limits.PUSH)  # whose memory the fused kernels use
+    return tuple(name for name in limits.BACKENDS if name in ranked)
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,7 @@ class Requirements:
     Attributes:
         forced: the one backend to use, or None for the fastest.
         use_cache: read what `vllm-commext tune allreduce` measured here.
-        by_itself: `auto`: only kernels of ours take part, and only where a table that holds for
-            this machine has them first.
-        facts: what all ranks have agreed about.
+        by_itself: `auto`: only kernels of ours take part, where a table has them first.
     """
 
     forced: str | None = None
@@ -178,7 +176,7 @@ class Requirements:
         Batch invariance asks for one order of sums. Ours has one for messages of any size, and a
         row's numbers do not depend on the others.
         """
-        return names.PUSH if self.facts.invariant else self.forced
+        return limits.PUSH if self.facts.invariant else self.forced
 
     @property
     def most_bytes(self) -> int:
@@ -191,7 +189,7 @@ def why_none(required: Requirements) -> str:
         return "microbatches run on two streams, and a workspace serves one"
     if facts.eager and required.forced is None:
         return "the engine is eager, and a call would cost the host more than the GPU gains"
-    if facts.invariant and required.forced not in (None, names.PUSH):
+    if facts.invariant and required.forced not in (None, limits.PUSH):
         return (
             f"VLLM_BATCH_INVARIANT asks for one order of sums, for which {required.forced} is none"
         )
@@ -226,15 +224,11 @@ def start_dispatcher(
         return _none("its GPUs have no peer access to each other", collective)
     if required.by_itself:
         if table is None:
-            return _none(
-                "engines were not measured on these GPUs, and no `vllm-commext tune` was",
-                collective,
-            )
+            reason = "engines were not measured on these GPUs, and no `vllm-commext tune` was"
+            return _none(reason, collective)
         if required.facts.multicast and not required.facts.invariant:
-            return _none(
-                "vLLM may use NVLink multicast here, and tables are measured without it",
-                collective,
-            )
+            reason = "vLLM may use NVLink multicast here, and tables are measured without it"
+            return _none(reason, collective)
         table = table.of_ours(required.facts.dtype)
         if table is None:
             return _none("no table has a kernel of ours first here", collective)
@@ -243,7 +237,7 @@ def start_dispatcher(
         reason = "this machine is not known"
     elif required.facts.invariant and required.only not in dispatcher.backends:
         reason = "VLLM_BATCH_INVARIANT asks for one order of sums, and our kernel cannot be had"
-    elif names.PUSH not in dispatcher.backends and required.by_itself:
+    elif limits.PUSH not in dispatcher.backends and required.by_itself:
         reason = "our kernel cannot be had"
     else:
         return dispatcher

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.backends.backend import Backend, Ready
 from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message, message_of
 from vllm_commext.allreduce.table.table import Table
@@ -26,9 +26,8 @@ class Policy:
     """Order in which to try backends for a message.
 
     Args:
-        takes: for each backend that was created on all ranks, whether it can take a message.
-        table: what was measured; None where nothing was.
-        forced: the one backend that the user wants, `names.VLLM` for none of ours, or None.
+        takes: of each backend that was created on all ranks.
+        forced: the one backend that the user wants, `limits.VLLM` for none of ours, or None.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class Policy:
 
     def ranking(self, message: Message) -> tuple[str, ...]:
         """Backends by speed, whether or not they can take the message."""
-        if message.dtype not in ITEM_BYTES or self._forced == names.VLLM:
+        if message.dtype not in ITEM_BYTES or self._forced == limits.VLLM:
             return ()
         if self._forced is not None:
             return (self._forced,)
         ranking = self._table.ranking(message.num_bytes, message.dtype) if self._table else ()
-        return ranking[: ranking.index(names.VLLM)] if names.VLLM in ranking else ranking
+        return ranking[: ranking.index(limits.VLLM)] if limits.VLLM in ranking else ranking
 
     def candidates(self, message: Message) -> tuple[str, ...]:
         """Backends that can take it; none leaves the message to vLLM's default dispatch."""
@@ -58,11 +57,9 @@ class FusedPolicy:
     """Order in which to try who serves an all-reduce with residual and norm.
 
     Args:
-        table: what was measured; None where nothing was.
         forced: the one backend that the user wants for all sums: with ours come our kernels, with
             another one nothing is fused.
-        throughout: a graph is ours only where one launch comes first for every message that it may
-            have, and not where it does for some.
+        throughout: a graph is ours only where one launch comes first for each of its messages.
     """
 
     def __init__(
@@ -75,19 +72,18 @@ class FusedPolicy:
         return self._forced is not None
 
     def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
-        """Members of `names.FUSED`, the fastest first; none where nothing is known."""
+        """Members of `limits.FUSED`, the fastest first; none where nothing is known."""
         if self._forced is not None:
-            return (names.FUSED_PUSH,) if self._forced == names.PUSH else ()
+            return (limits.FUSED_PUSH,) if self._forced == limits.PUSH else ()
         return self._table.fused_ranking(num_bytes, dtype) if self._table else ()
 
     def is_led(self, dtype: str, low_bytes: int, high_bytes: int) -> bool:
-        """Return whether our launch comes first for messages from `low_bytes` to `high_bytes`: for
-        some of them, or for all where the policy is so. Where FlashInfer's does, vLLM's own pass
-        puts it there."""
+        """Return whether our launch comes first for messages within these bounds: for some, or for
+        all if `throughout`. Where FlashInfer's does, vLLM's own pass puts it there."""
         rows = self._table.fused.get(dtype, ()) if self._table else ()
         starts = [low_bytes, *(row.max_bytes + 1 for row in rows)]
         within = (size for size in starts if low_bytes <= size <= high_bytes)
-        led = (self.ranking(size, dtype)[:1] == (names.FUSED_PUSH,) for size in within)
+        led = (self.ranking(size, dtype)[:1] == (limits.FUSED_PUSH,) for size in within)
         return all(led) if self._throughout else any(led)
 
     def changes(self, dtype: str) -> list[int]:
@@ -109,12 +105,8 @@ class FusedPolicy:
 
 @dataclass
 class _Plan:
-    """The choice for one shape and dtype, and how often it was taken.
-
-    Attributes:
-        backend: None leaves it to vLLM's default dispatch.
-        refused: backends that come before it in the table and could not take it.
-    """
+    """The choice for one shape and dtype, None for vLLM's default dispatch; the backends before it
+    in the table, which could not take it; and how often it was taken."""
 
     backend: Backend | None
     refused: tuple[str, ...]
@@ -124,14 +116,9 @@ class _Plan:
 class Dispatcher:
     """The all-reduce of one group.
 
-    Everything is decided from shape and dtype, and from what all ranks agreed about at creation;
-    all ranks make the same calls in the same order, and so choose alike.
-
-    Args:
-        backends: those that were created on every rank.
-        world_size: the number of ranks.
-        table: what was measured, the same on every rank.
-        forced: see `Policy`.
+    Everything is decided from shape and dtype, and from what all ranks agreed about at creation:
+    the backends that every one has, and the table. All make the same calls in the same order, and
+    so choose alike. *forced*: see `Policy`.
     """
 
     def __init__(
@@ -165,7 +152,7 @@ class Dispatcher:
     def choice(self, tensor: "torch.Tensor") -> str:
         """Name the backend that `all_reduce` takes for such a tensor; collective as that is."""
         plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
-        return plan.backend.name if plan.backend else names.VLLM
+        return plan.backend.name if plan.backend else limits.VLLM
 
     def _make_plan(self, tensor: "torch.Tensor") -> _Plan:
         message = message_of(tensor)
@@ -190,11 +177,8 @@ class Dispatcher:
         return _Plan(None, self._policy.ranking(message))
 
     def _anticipate(self, message: Message) -> None:
-        """Create what this message or a smaller one with such rows will need.
-
-        The first message with a hidden size is often vLLM's largest, which another backend serves.
-        What the small ones need is created then all the same: a capture would come too late.
-        """
+        """Create what this message or a smaller one with such rows will need: the first one is
+        often vLLM's largest, and a capture would come too late."""
         if len(message.shape) != 2 or message.dtype not in ITEM_BYTES:
             return
         for name, backend in self.backends.items():
@@ -213,7 +197,7 @@ class Dispatcher:
         """
         served, refused = Counter(self._past[0]), Counter(self._past[1])
         for plan in self._plans.values():
-            served[plan.backend.name if plan.backend else names.VLLM] += plan.calls
+            served[plan.backend.name if plan.backend else limits.VLLM] += plan.calls
             for name in plan.refused:
                 refused[name] += plan.calls
         return served, refused

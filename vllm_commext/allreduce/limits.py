@@ -1,5 +1,5 @@
-"""Messages, and which of them each backend takes: arithmetic on shape, dtype and world size, the
-same on every rank.
+"""Names of the backends, in the table, in the settings and in the log; messages, and which of them
+each takes: arithmetic on shape, dtype and world size, the same on every rank.
 
 The bounds are those of the kernels behind the backends, and a little tighter where a kernel would
 stop the process instead of saying no.
@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+FLASHINFER_ONE_SHOT = "flashinfer_one_shot"
+CUSTOM = "custom"
+NCCL = "nccl"
+PUSH = "push"  # our own kernel
+VLLM = "vllm"  # no backend of ours: vLLM's default dispatch, untouched
+
+BACKENDS = (FLASHINFER_ONE_SHOT, CUSTOM, PUSH, NCCL)
+
+# Who serves all-reduce, residual and norm together.
+FUSED_PUSH = "fused_push"  # our own kernels, in one launch
+FUSED_FLASHINFER = "fused_flashinfer"  # FlashInfer's kernel, which vLLM's own pass puts there
+UNFUSED = "apart"  # the all-reduce, and then a kernel for the rest
+FUSED = (FUSED_PUSH, FUSED_FLASHINFER, UNFUSED)
+
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PACK_BYTES = 16  # what one thread of every backend's kernel loads at once
 FLASHINFER_WORLD_SIZES = (2, 4, 8, 16)
@@ -23,12 +37,8 @@ MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 
 
 @dataclass(frozen=True)
 class Message:
-    """The shape and dtype of a tensor to be summed.
-
-    Attributes:
-        shape: sizes, as the tensor has them; any number of dimensions, zero among them.
-        dtype: a key of `ITEM_BYTES`, as in ``torch.bfloat16`` without the prefix.
-    """
+    """The shape of a tensor to be summed, of any number of dimensions, and its dtype, a key of
+    `ITEM_BYTES`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,7 +79,7 @@ def message_of_bytes(num_bytes: int, dtype: str, hidden: int) -> Message:
 
 
 def flashinfer_block_threads(hidden: int, item_bytes: int) -> int:
-    """Threads of a block for rows of `hidden` elements, as FlashInfer's launcher shapes them.
+    """Threads of a block, as FlashInfer's launcher shapes them.
 
     A row is one cluster of up to eight blocks; the launcher halves the cluster until it divides
     the row, and again while a block has fewer than 128 threads.
@@ -100,17 +110,11 @@ def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bo
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Size of a FlashInfer workspace for rows of `hidden` elements.
+    """Size of a FlashInfer workspace."""
 
-    Attributes:
-        max_rows: most rows of a message; 0 where the budget holds not one.
-        max_bytes: of the largest message.
-        device_bytes: of each GPU's memory that it takes.
-    """
-
-    max_rows: int
-    max_bytes: int
-    device_bytes: int
+    max_rows: int  # of a message; 0 where the budget holds not one
+    max_bytes: int  # of the largest message
+    device_bytes: int  # of each GPU's memory that it takes
 
 
 def flashinfer_workspace(

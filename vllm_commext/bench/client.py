@@ -32,13 +32,9 @@ class Events:
     """
 
     def __init__(self) -> None:
-        self.first = 0.0
-        self.last = 0.0
-        self.gap = 0.0
-        self.error = ""
-        self.done = False
-        self._num_events = 0
-        self._counted = 0
+        self.first = self.last = self.gap = 0.0
+        self.error, self.done = "", False
+        self._num_events = self._counted = 0
         self._held = b""
 
     @property

@@ -19,20 +19,16 @@ ALMOST_ALL = 0.99
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, its times counted from the moment it was to be sent.
+    """One request, its times counted from the moment it was to be sent."""
 
-    at: that moment, from the load's start; first, last: to these tokens; gap: the longest time
-    between two events; error: why it failed, or empty; placement: our proxy's header of that name.
-    """
-
-    at: float
+    at: float  # that moment, from the load's start
     prompt_tokens: int
     output_tokens: int
     first: float = 0.0
     last: float = 0.0
-    gap: float = 0.0
-    error: str = ""
-    placement: str = ""
+    gap: float = 0.0  # the longest time between two events
+    error: str = ""  # why it failed
+    placement: str = ""  # our proxy's header of that name
 
     @property
     def tpot(self) -> float:

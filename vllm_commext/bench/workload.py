@@ -27,16 +27,12 @@ from vllm_commext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request.
+    """One request."""
 
-    at: seconds from the start; group: arrivals of the same group, from 0 on, begin alike; -1: of
-    none.
-    """
-
-    at: float
+    at: float  # seconds from the start
     prompt_tokens: int
     output_tokens: int
-    group: int = -1
+    group: int = -1  # arrivals of one group, from 0 on, begin alike; -1: of none
     shared_tokens: int = 0
 
 

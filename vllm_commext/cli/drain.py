@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
         )
     file, url = Path(args.file), args.url.rstrip("/")
     try:
-        if args.undo:
-            private_files.remove(file)
-        else:
-            private_files.make(file)
+        (private_files.remove if args.undo else private_files.make)(file)
     except (OSError, ValueError) as error:
         what = "removed" if args.undo else "made, in a folder that others cannot write"
         raise ConfigError(f"{file}: expected a file that can be {what}, got {error}") from error
@@ -113,11 +110,7 @@ def _wait(url: str, wait_seconds: float, quiet_seconds: float) -> int:
 
 
 def work_left(url: str) -> dict[str, float] | None:
-    """Work left to an engine that drains, by kind; None for one that does not drain.
-
-    Raises:
-        EngineAwayError: it does not answer, or not as an engine does.
-    """
+    """Work left to an engine that drains, by kind; None for one that does not drain."""
     try:
         return _work_left(url)
     except (OSError, ValueError, TypeError, LookupError, http.client.HTTPException) as error:

@@ -130,11 +130,7 @@ def _handshake(host: str, port: int, secret_file: str) -> Iterable[Found]:
 
 
 def _describe(host: str, port: int, secret: bytes | None, worker: int) -> wire.Described:
-    """A worker's answer to the question that decode engines ask first.
-
-    Raises:
-        CommextError: there was none, or it was refused.
-    """
+    """A worker's answer to the question that decode engines ask first; CommextError if refused."""
     client = SideChannelClient(secret)
     answers: list[wire.Described | CommextError] = []
     request = wire.DescribeRequest(engine_id="", tp_rank=worker, consumer=NAME)
@@ -245,11 +241,7 @@ PROBES = {SIDE_CHANNEL: probe_side_channel, READS: probe_reads}
 
 
 def listen(place: str, secret_file: str) -> int:
-    """Answer `--peer` of another host until interrupted; returns the exit status.
-
-    Raises:
-        CommextError: NIXL or torch does not load, or the place cannot be bound.
-    """
+    """Answer `--peer` of another host until interrupted; returns the exit status."""
     host, port = _parsed(place)
     secret = read_secret(secret_file)
     try:

@@ -28,37 +28,22 @@ class Level(StrEnum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        section: the group that it is printed under.
-        name: unique in its section.
-        value: the finding.
-        level: how good that is.
-        hint: the remedy; may be empty.
-    """
-
-    section: str
-    name: str
-    value: str
-    level: Level = Level.INFO
-    hint: str = ""
+    section: str  # that it is printed under
+    name: str  # unique in its section
+    value: str  # the finding
+    level: Level = Level.INFO  # how good that is
+    hint: str = ""  # the remedy
 
 
 class Found(NamedTuple):
-    """A probe's verdict.
-
-    Attributes:
-        value: the finding.
-        level: how good that is.
-        name: of the check where a row has several, else the row's.
-        remedy: the row's, if None; printed unless the level is OK.
-    """
+    """A probe's verdict."""
 
     value: str
     level: Level = Level.OK
-    name: str = ""
-    remedy: str | None = None
+    name: str = ""  # of the check where a row has several, else the row's
+    remedy: str | None = None  # the row's, if None; printed unless the level is OK
 
 
 class Row(NamedTuple):
@@ -101,12 +86,8 @@ def exit_status(checks: Iterable[Check]) -> int:
 
 
 def as_text(checks: Sequence[Check], *, every: bool) -> str:
-    """The verdict, and aligned lines under their sections.
-
-    Args:
-        checks: of the report.
-        every: have each check; else problems first, then headlines alone.
-    """
+    """The verdict, and aligned lines under their sections: of every check, or problems first, then
+    headlines alone."""
     shown = checks
     if not every:
         problems = [check for check in checks if EXIT_STATUS[check.level]]
@@ -162,14 +143,6 @@ def as_json(checks: Sequence[Check]) -> str:
     return json.dumps(report, indent=2)
 
 
-def encode(checks: Sequence[Check]) -> bytes:
-    return msgspec.json.encode(checks)
-
-
-def decode(data: bytes) -> list[Check]:
-    """The inverse of `encode`.
-
-    Raises:
-        msgspec.DecodeError: the data is no list of checks.
-    """
-    return msgspec.json.decode(data, type=list[Check])
+encode = msgspec.json.Encoder().encode
+"""Checks as a probe's process hands them over."""
+decode = msgspec.json.Decoder(list[Check]).decode

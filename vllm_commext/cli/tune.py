@@ -192,12 +192,7 @@ def _follow(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit status.
-
-    Raises:
-        UnsupportedError: there are not that many GPUs, or a rank failed.
-        CommextTimeoutError: the ranks did not end in time.
-    """
+    """Measure and print; returns the exit status."""
     _check_gpus(args.tp)
     total = len(SIZES) * len(args.dtype or ("bfloat16",))
     with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +262,7 @@ def say(kind: str, **values: Any) -> None:
 
 
 def measure_rank(options: RankOptions) -> None:
-    from vllm_commext.allreduce import names
+    from vllm_commext.allreduce import limits
     from vllm_commext.allreduce.backends import flashinfer
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
     from vllm_commext.allreduce.table import cache, measure
@@ -281,7 +276,7 @@ def measure_rank(options: RankOptions) -> None:
         made = group.device_communicator
         custom = made.ca_comm if made.ca_comm is not None and not made.ca_comm.disabled else None
         parts = Parts(made.cpu_group, made.device_group, made.device, custom, made.pynccl_comm)
-        dispatcher = create_dispatcher(parts, None, wanted=names.BACKENDS)
+        dispatcher = create_dispatcher(parts, None, wanted=limits.BACKENDS)
         collective = Collective.over(parts.cpu_group)
         first = options.rank == 0
         if first:

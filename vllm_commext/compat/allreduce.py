@@ -92,17 +92,16 @@ def _usable(part: Any) -> Any:
 def _serve_fused_op(
     communicator: Any, made: "Dispatcher", required: "Requirements", steps: "Collective"
 ) -> None:
-    """Let the group's name serve our fused op, with kernels where it has memory for them, and let
-    vLLM's compiled models use it where a table says that it is faster; in all where a row must have
-    the same bits in any batch."""
-    from vllm_commext.allreduce import names
+    """Let the group's name serve our fused op, with kernels where it has memory for them, and
+    vLLM's models use it where a table has it faster; in all where batches must be invariant."""
+    from vllm_commext.allreduce import limits
     from vllm_commext.allreduce.backends.push import PushBackend
     from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
     from vllm_commext.collective import Collective
 
-    push = made.backends.get(names.PUSH)
+    push = made.backends.get(limits.PUSH)
     ours = None
     if isinstance(push, PushBackend):
         kernels = FusedKernels(push.memory, Collective.over(communicator.cpu_group))
@@ -304,11 +303,7 @@ _METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def install() -> None:
-    """Monkey-patch vLLM in this process; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: this is no platform of NVIDIA's.
-    """
+    """Monkey-patch vLLM in this process; UnsupportedError on a platform that is not NVIDIA's."""
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cuda() or current_platform.is_cpu()):

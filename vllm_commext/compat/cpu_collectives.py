@@ -140,11 +140,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Monkey-patch vLLM in this process; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: this is no CPU platform, or the native extension was not built.
-    """
+    """Monkey-patch vLLM in this process; UnsupportedError on no CPU, or without the extension."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -35,11 +35,7 @@ def stock_step() -> Step:
 
 
 def install() -> None:
-    """Monkey-patch the step of this process's engine; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: it is not what it was when this was tested, and does not do the same.
-    """
+    """Monkey-patch the step of this process's engine; UnsupportedError where it does not fit."""
     row = row_of(SYMBOL)
     if is_patched(row):
         return
@@ -60,13 +56,8 @@ def install() -> None:
 
 
 class EngineWait:
-    """Waits on an engine's thread before its steps.
-
-    Args:
-        wakeup: notified by the workers.
-        waiter: the connector's scheduler side.
-        before_step: called first and after each notification, with the engine; also an attribute.
-    """
+    """Waits on an engine's thread before its steps. *before_step* is called first and after each
+    notification of the workers, with the engine."""
 
     def __init__(
         self,
@@ -83,9 +74,7 @@ class EngineWait:
         """Take the engine's step, after a wait where there is nothing to compute; none where a
         request or a command has arrived meanwhile, which the engine looks at first.
 
-        Args:
-            core: vLLM's ``EngineCoreProc``.
-            process: its step, which says whether the model was run.
+        *core* is vLLM's ``EngineCoreProc``, *process* its step: it says whether the model was run.
         """
         self.before_step(core)
         if not self._has_nothing_to_compute(core):
@@ -102,7 +91,7 @@ class EngineWait:
         return process(core) if self._num_quiet_steps > num_flushing else _at_once(core, process)
 
     def _has_nothing_to_compute(self, core: Any) -> bool:
-        """Whether all requests are finished ones whose blocks are kept, or wait for a load."""
+        """All requests are finished ones whose blocks are kept, or wait for a load."""
         scheduler = core.scheduler
         if scheduler.running or scheduler.finished_req_ids or not scheduler.requests:
             return False

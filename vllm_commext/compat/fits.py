@@ -59,10 +59,8 @@ class Verdict(StrEnum):
 
 
 class Fit(NamedTuple):
-    """A verdict, and the release or the functions behind it."""
-
     verdict: Verdict
-    reason: str
+    reason: str  # the release or the functions behind it
 
 
 # Version numbers.
@@ -77,11 +75,7 @@ def _minor_of(version: str) -> tuple[int, int] | None:
 
 
 def refuse_older(version: str) -> None:
-    """Refuse a vLLM that lacks APIs which everything here relies on.
-
-    Raises:
-        UntestedError: it is older than all that are supported.
-    """
+    """Raise UntestedError for a vLLM that is older than all that are supported."""
     minor, oldest = _minor_of(version), _minor_of(OLDEST)
     if minor is not None and oldest is not None and minor < oldest:
         raise UntestedError(f"vLLM {version} is older than the window {OLDEST} to {NEWEST}")
@@ -178,15 +172,12 @@ def _attributes(root: Path, symbol: str) -> frozenset[str]:
 
 @functools.cache
 def digest(root: Path, symbol: str) -> str:
-    """Digest of the syntax of ``package.module:Class.name``, or `NOT_THERE`; `SET` of an attribute
-    of instances, ``package.module:Class@name``, that some method sets.
+    """Digest of the syntax of ``package.module:Class.name`` where it is defined below a folder, or
+    `NOT_THERE`; `SET` of an attribute of instances, ``package.module:Class@name``, that some method
+    sets.
 
     Docstrings, comments and positions do not count, it is the same whichever Python reads it, and
     nothing of vLLM's is imported for it.
-
-    Args:
-        root: the folder in which the package lies.
-        symbol: where it is defined, not where it is imported to.
     """
     owner, _, attribute = symbol.partition("@")
     if attribute:
@@ -203,11 +194,7 @@ def known_sources() -> Known:
 
 
 def vllm_root() -> Path:
-    """Folder in which the installed vLLM's package lies.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """Folder in which the installed vLLM's package lies; UnsupportedError where there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise UnsupportedError("vLLM is not installed")
@@ -331,30 +318,23 @@ def summary(capabilities: Collection[str]) -> tuple[str, int]:
     if all(each.verdict is Verdict.TESTED for each in found.values()):
         return "", logging.NOTSET
     is_self = read_settings()["untested"] == "self"
-    same: dict[str, str] = {}
-    tried: dict[str, str] = {}
-    left: dict[str, str] = {}
+    same, tried, left = (
+        "same source as in one that was tested",
+        "self-tested where they are used, as functions differ",
+        "off",
+    )
+    groups: dict[str, list[str]] = {same: [], tried: [], left: []}
     for name, (verdict, reason) in found.items():
         if gone := why_gone(name):
-            left[name] = gone
+            groups[left].append(f"{name} ({gone})")
         elif verdict is Verdict.SAME:
-            same[name] = ""
-        elif is_self and BY_NAME[name].self_test:
-            tried[name] = reason
+            groups[same].append(name)
         else:
-            left[name] = reason
-    lines = [
-        f"commext: no test was run on vLLM {hooks.vllm_version()}",
-        *_listed("same source as in one that was tested", same),
-        *_listed("self-tested where they are used, as functions differ", tried),
-        *_listed("off", left),
-    ]
-    return "; ".join(lines), logging.WARNING if tried or left else logging.INFO
-
-
-def _listed(what: str, parts: Mapping[str, str]) -> list[str]:
-    named = ", ".join(f"{name} ({why})" if why else name for name, why in parts.items())
-    return [f"{what}: {named}"] if named else []
+            is_tried = is_self and BY_NAME[name].self_test
+            groups[tried if is_tried else left].append(f"{name} ({reason})")
+    listed = [f"{what}: {', '.join(names)}" for what, names in groups.items() if names]
+    line = "; ".join([f"commext: no test was run on vLLM {hooks.vllm_version()}", *listed])
+    return line, logging.WARNING if groups[tried] or groups[left] else logging.INFO
 
 
 # The machines that `auto` stands for.
@@ -373,12 +353,8 @@ def needing_the_extension() -> Iterator[None]:
 
 
 def require_proven_machine() -> None:
-    """Check for what the native ring is proven on: a vLLM for CPUs, a processor that the ring is
-    tested on, and its extension built.
-
-    Raises:
-        UnprovenHereError: with what it is that differs here.
-    """
+    """Raise UnprovenHereError where the native ring is not proven: it is on a vLLM for CPUs, a
+    processor that the ring is tested on, and with its extension built."""
     machine = platform.machine()
     if machine not in PROVEN_MACHINES:
         raise UnprovenHereError(f"proven on {', '.join(PROVEN_MACHINES)}, and this is {machine}")
@@ -395,12 +371,8 @@ def require_proven_machine() -> None:
 
 
 def require_proven_gpus() -> None:
-    """Check for what the kernels are proven on: NVIDIA GPUs.  The rest is seen when a group of
-    ranks is made.
-
-    Raises:
-        UnprovenHereError: it is another platform.
-    """
+    """Raise UnprovenHereError where kernels are not proven: on other GPUs than NVIDIA's.  The rest
+    is seen when a group of ranks is made."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

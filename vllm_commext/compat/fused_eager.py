@@ -29,8 +29,6 @@ def serve(
     Args:
         hidden_states: [rows, hidden], this rank's part of the sum.
         residual: likewise, the same on all ranks.
-        norm: vLLM's layer.
-        weight_bias: that it adds to each weight.
     """
     group = get_tp_group().unique_name
     served, weight = fused_op.find_group(group), getattr(norm, "weight", None)
@@ -59,10 +57,7 @@ def _helper(original: Helper, weight_bias: int) -> Helper:
 
 
 def install() -> None:
-    """Let vLLM's helpers ask our op from now on; models that are imported later have them so.
-
-    A second call changes nothing.
-    """
+    """Let vLLM's helpers ask our op from now on, in models that are imported later."""
     for symbol, weight_bias in BIASES.items():
         row = row_of(symbol)
         if not is_patched(row):

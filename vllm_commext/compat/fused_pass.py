@@ -57,12 +57,7 @@ def told() -> int:
 
 
 class FusedNormPass(InductorPass):
-    """Replaces an all-reduce and the norm after it by our op, where that was measured fastest.
-
-    Args:
-        dtype: of the model.
-        device: on which it runs.
-    """
+    """Replaces an all-reduce and the norm after it by our op, where that was measured fastest."""
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         self._ops = _ops()
@@ -99,11 +94,7 @@ def _ops() -> fused_graph.Ops:
 
 
 def self_test(device: torch.device) -> None:
-    """Check that vLLM's ops are RMSNorms, and that its layer writes them.
-
-    Raises:
-        UnsupportedError: they are not.
-    """
+    """Raise UnsupportedError unless vLLM's ops are RMSNorms, and its layer writes them."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -197,15 +188,9 @@ def _dtype(config: Any) -> torch.dtype:
 
 
 def split_ranges(config: Any, most_bytes: Sequence[int], row_bytes: int) -> None:
-    """Let vLLM compile graphs of their own on both sides of some sizes, so that each is wholly ours
-    or wholly vLLM's. It compiles one for each range of numbers of tokens anyway; of one token alone
-    it makes no range.
-
-    Args:
-        config: vLLM's configuration in this process, before anything is compiled.
-        most_bytes: sizes of messages, each the last of its graph.
-        row_bytes: of a token.
-    """
+    """Let vLLM compile graphs of their own on both sides of some sizes of messages, so that each is
+    wholly ours or wholly vLLM's; before anything is compiled. It compiles one for each range of
+    numbers of tokens anyway; of one token alone it makes no range."""
     compilation = config.compilation_config
     known = list(compilation.compile_ranges_endpoints or ())
     if not known:

@@ -43,15 +43,8 @@ class Form(NamedTuple):
 
 
 class QuantiserPatterns:
-    """Marks quantisers of norms that our op makes.
-
-    Args:
-        ops: of `fused_graph`.
-        dtype: of the norms.
-        device: of the examples.
-
-    It is made where vLLM's configuration is the current one, which says how it writes quantisers.
-    """
+    """Marks quantisers of norms that our op makes. It is made where vLLM's configuration, which
+    says how vLLM writes quantisers, is the current one."""
 
     def __init__(self, ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> None:
         self._ops, self._dtype, self._device = ops, dtype, device

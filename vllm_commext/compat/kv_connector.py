@@ -38,8 +38,8 @@ def config_file_of(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def asks_for_states_inside_prompts(spec: MambaSpec) -> bool:
-    """Whether a step over a prompt is to give back the state at its last whole block as well as the
-    one at its end (Mamba2 with prefix caching)."""
+    """A step over a prompt is to give back the state at its last whole block as well as the one at
+    its end (Mamba2 with prefix caching)."""
     num_blocks: int = getattr(spec, "num_prefill_checkpoint_blocks", 0)
     return getattr(spec, "mamba_cache_mode", "align") == "align" and num_blocks > 0
 
@@ -130,12 +130,12 @@ def ask_for_dim_first() -> None:
 
 
 def is_dim_first() -> bool:
-    """Whether convolution states, where there are any, have channels first in this process."""
+    """Convolution states, where there are any, have channels first in this process."""
     return not fits.why_gone(STATES_PART) and bool(_mamba_utils().is_conv_state_dim_first())
 
 
 def _kernels_take_it() -> bool:
-    """Whether kernels take channels first: not those for CPUs with bfloat16 instructions of a vLLM
+    """Kernels take channels first: not those for CPUs with bfloat16 instructions of a vLLM
     whose platform sets the other order whatever was chosen."""
     from vllm.platforms import current_platform
 

@@ -20,21 +20,13 @@ _INHERITED = object()
 
 @dataclass(frozen=True)
 class MonkeyPatch:
-    """One row of the inventory.
+    """One row of the inventory."""
 
-    Attributes:
-        symbol: ``package.module:name`` or ``package.module:Class.name``.
-        why: what needs it, and why no hook of vLLM's would do.
-        guard: what is checked before it is done.
-        test: the test that covers it.
-        removal: the condition on which it can go.
-    """
-
-    symbol: str
-    why: str
-    guard: str
-    test: str
-    removal: str
+    symbol: str  # ``package.module:name`` or ``package.module:Class.name``
+    why: str  # and why no hook of vLLM's would do
+    guard: str  # that is checked before it is done
+    test: str  # that covers it
+    removal: str  # the condition on which it can go
 
 
 _QUEUE = {
@@ -136,11 +128,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
 
 
 def row_of(symbol: str) -> MonkeyPatch:
-    """The inventory's row of a symbol.
-
-    Raises:
-        ConfigError: there is none, and so it may not be monkey-patched.
-    """
+    """The inventory's row; ConfigError for a symbol without, which may not be monkey-patched."""
     for row in INVENTORY:
         if row.symbol == symbol:
             return row
@@ -170,11 +158,7 @@ def _originals(owner: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def original_of(symbol: str) -> Any:
-    """Find what vLLM had at the symbol, whether it is patched now or not.
-
-    Raises:
-        UnsupportedError, ConfigError: as `patch`.
-    """
+    """Find what vLLM had at the symbol, whether it is patched now or not; raises as `patch`."""
     owner, name = _locate(symbol)
     if name not in _originals(owner):
         return getattr(owner, name)
@@ -217,11 +201,7 @@ def patch(row: MonkeyPatch, replacement: Any) -> None:
 
 
 def patch_all(replacements: Mapping[str, Any]) -> None:
-    """Put each replacement where its symbol is, or none of them.
-
-    Raises:
-        UnsupportedError, ConfigError: as `patch`; what was patched before is restored.
-    """
+    """Put each replacement where its symbol is, or none of them; raises as `patch`."""
     done: list[MonkeyPatch] = []
     try:
         for symbol, replacement in replacements.items():
@@ -235,11 +215,7 @@ def patch_all(replacements: Mapping[str, Any]) -> None:
 
 
 def restore(row: MonkeyPatch) -> None:
-    """Put the original back.
-
-    Raises:
-        UnsupportedError: the symbol is not patched, or somebody has patched it after us.
-    """
+    """Put the original back; UnsupportedError where it is not patched, or patched after us."""
     owner, name = _locate(row.symbol)
     if name not in _originals(owner):
         raise UnsupportedError(f"{row.symbol} is not patched, so there is nothing to restore")

@@ -42,7 +42,6 @@ class Part:
     """One part.
 
     Attributes:
-        name: as the log and ``vllm-commext doctor`` call it.
         of: the capability of `plugin` that it belongs to.
         sources: ``module:name`` or ``module:Class.name`` where vLLM defines it, or, for what
             methods set on instances, ``module:Class@name``; none where its own parts say it all.

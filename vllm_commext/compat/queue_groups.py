@@ -47,18 +47,13 @@ Reducer = Callable[[Any], Any]
 
 
 class TensorArena:
-    """vLLM's tensor arena beside our queue: slots of shared memory into which the engine copies a
-    large CPU tensor once, and of which each worker gets a view. A message of ours holds what vLLM
-    pickles in place of the tensor.
+    """One end of vLLM's tensor arena beside our queue, the writer's, or, with its handle, that of
+    the reader in `place`: slots of shared memory into which the engine copies a large CPU tensor
+    once, and of which each worker gets a view. A message of ours holds what vLLM pickles in place
+    of the tensor.
 
-    This is one end of it: the writer's, or, with its handle, that of the reader in `place`.
-
-    Attributes:
-        handle: what a reader's process needs.
-        flush_releases: frees the slots whose tensors are gone; a reader calls it before each read.
-
-    Raises:
-        RuntimeError: /dev/shm has no room for it (2 GiB in vLLM 0.32).
+    RuntimeError where /dev/shm has no room for it (2 GiB in vLLM 0.32). A reader calls
+    `flush_releases` before each read: it frees the slots whose tensors are gone.
     """
 
     def __init__(self, n_readers: int, handle: ArenaHandle | None = None, place: int = -1) -> None:

@@ -114,10 +114,7 @@ def take_part(
     """The workspace for a model's norms, or None where they are left to vLLM, with one line why.
 
     Args:
-        model: its name, for the log.
         kind: what vLLM does without the op, one of `reduce_rms_models.KINDS`.
-        rank: this process's rank in the group.
-        world_size: ranks of the group.
         group: sends objects without a GPU.
     """
     try:
@@ -177,11 +174,7 @@ def fused_qk(
     world_size: int,
     eps: float,
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Replaces vLLM's fused op, inside an op that is opaque to the compiler.
-
-    Raises:
-        UnsupportedError: the weights are not those of the row's Q and K.
-    """
+    """Replaces vLLM's fused op, inside an op that is opaque to the compiler."""
     from vllm_commext.reduce_rms import ops
     from vllm_commext.reduce_rms.workspace import find_tensor
 
@@ -198,11 +191,7 @@ def fused_qk(
 
 @functools.cache
 def install() -> None:
-    """Monkey-patch vLLM in this process; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: what the op needs is not there.
-    """
+    """Monkey-patch vLLM in this process; UnsupportedError where the op lacks what it needs."""
     _check_needs()
     importlib.import_module("vllm_commext.reduce_rms.ops")  # registers the ops
     hooks.add_factor(IDENTITY, identity)

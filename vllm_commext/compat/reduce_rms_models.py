@@ -55,16 +55,8 @@ def _serve(
     model: str, kind: str, layer: Any, norms: tuple[Norm, Norm], widths: Sequence[int], give: Give
 ) -> None:
     """Let a layer use the op where its group has a workspace and the op gives what vLLM's norm
-    does; collective.
-
-    Args:
-        model: its name, for the log.
-        kind: see `reduce_rms.take_part`.
-        layer: whose attribute it sets.
-        norms: vLLM's and ours.
-        widths: of the rows that these take.
-        give: see `install`.
-    """
+    does; collective. *norms*: vLLM's and ours, which take rows of these widths; *kind*: see
+    `reduce_rms.take_part`."""
     from vllm.distributed.parallel_state import get_tp_group
 
     take_part, tell = give
@@ -202,12 +194,8 @@ def put(model: str, action: Callable[[], None]) -> None:
 
 
 def install(take_part: TakePart, tell: Tell) -> None:
-    """Let each of the models have the op as soon as it is imported.
-
-    Args:
-        take_part: see `reduce_rms.take_part`.
-        tell: logs once that the op serves a model.
-    """
+    """Let each of the models have the op as soon as it is imported; `tell` logs once that it serves
+    one."""
     give = (take_part, tell)
     models: dict[str, tuple[str, Callable[[Give], None]]] = {
         ATTENTION: (OLMOE.partition(":")[0], _install_attention),

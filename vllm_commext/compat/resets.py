@@ -38,7 +38,7 @@ class Pauses:
         self.source.note_pause(is_paused=self._is_paused())
 
     def has_work(self) -> bool:
-        """Whether a paused engine must go on stepping, without computing anything."""
+        """A paused engine must go on stepping, without computing anything."""
         return self._is_paused() and not self.source.is_at_rest()
 
     def _is_paused(self) -> bool:
@@ -47,11 +47,7 @@ class Pauses:
 
 
 def install() -> None:
-    """Monkey-patch this process's engine; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: this vLLM has no such names.
-    """
+    """Monkey-patch this process's engine; a second call changes nothing."""
     if is_patched(row_of(CACHE)):
         return
     from vllm.v1.core.sched.scheduler import Scheduler

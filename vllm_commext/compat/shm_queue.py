@@ -40,14 +40,8 @@ def finding_itself(stock: type) -> type:
 
 
 def install() -> None:
-    """Monkey-patch the class in this process; a second call changes nothing.
-
-    A queue with readers on other hosts is still one of vLLM's class.
-
-    Raises:
-        UnsupportedError: the native extension was not built, or somebody else has replaced vLLM's
-            class already.
-    """
+    """Monkey-patch the class in this process; a queue with readers on other hosts is still one of
+    vLLM's. UnsupportedError without the extension, or where the class was replaced already."""
     with needing_the_extension():
         from vllm_commext.compat.queue_groups import GroupMessageQueue
     symbol = f"{DEFINED_IN}:{NAME}"

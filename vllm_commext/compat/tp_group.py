@@ -40,10 +40,8 @@ def help_vllm_find_nccl(environ: MutableMapping[str, str] = os.environ) -> None:
 def let_vllm_use_nccl() -> tuple[str, ...]:
     """Make vLLM's own binding of NCCL work with a library that lacks what only sleep mode needs.
 
-    vLLM otherwise does without its binding, and every sum through torch costs a copy more.
-
-    Returns:
-        The functions that the library lacks.
+    vLLM otherwise does without its binding, and every sum through torch costs a copy more. Returns
+    the functions that the library lacks.
     """
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
@@ -63,14 +61,8 @@ def let_vllm_use_nccl() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def tensor_parallel(rank: int, world_size: int, port: int) -> Iterator[Any]:
-    """vLLM's own group and its communicator of the GPUs, over this host's ranks.
-
-    Yields:
-        vLLM's ``GroupCoordinator`` of the tensor-parallel ranks.
-
-    Raises:
-        UnsupportedError: vLLM made no communicator of GPUs.
-    """
+    """vLLM's ``GroupCoordinator`` of the tensor-parallel ranks of this host; UnsupportedError where
+    vLLM made no communicator of GPUs."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -12,28 +12,18 @@ ANY_HOST = ""
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's host, engine and settings.
-
-    Attributes:
-        gpu: the driver's name of it; empty where there is none.
-        hidden: elements of a row of the model, whose dtype is `dtype`.
-        max_tokens: rows of the largest step; 0 where unknown.
-        invariant: a row has the same bits whatever else is in the batch.
-        microbatches: a batch runs in parts on several streams.
-        multicast: vLLM's own collectives may use NVLink multicast here.
-        settings: the toggles that matter, as ``NAME=value``.
-    """
+    """One rank's host, engine and settings."""
 
     host: str = ANY_HOST
-    gpu: str = ""
-    dtype: str = "bfloat16"
-    hidden: int = 8192
-    max_tokens: int = 0
+    gpu: str = ""  # the driver's name of it; empty where there is none
+    dtype: str = "bfloat16"  # of the model
+    hidden: int = 8192  # elements of a row
+    max_tokens: int = 0  # rows of the largest step; 0 where unknown
     eager: bool = False
-    invariant: bool = False
-    microbatches: bool = False
-    multicast: bool = False
-    settings: tuple[str, ...] = ()
+    invariant: bool = False  # a row has the same bits whatever else is in the batch
+    microbatches: bool = False  # a batch runs in parts on several streams
+    multicast: bool = False  # vLLM's own collectives may use NVLink multicast here
+    settings: tuple[str, ...] = ()  # the toggles that matter, as ``NAME=value``
 
 
 def _differences(everybody: Sequence[Facts]) -> str:

@@ -61,9 +61,7 @@ def export_handle(address: int) -> bytes:
 def open_handle(handle_bytes: bytes, whose: str) -> int:
     """Map another process's allocation here, as often as it was opened, and return its address.
 
-    Args:
-        handle_bytes: of ``HANDLE_BYTES``.
-        whose: what the message calls the memory.
+    *whose*: what the message calls the memory.
     """
     runtime = cuda_runtime()
     handle = runtime.cudaIpcMemHandle_t()
@@ -126,12 +124,9 @@ def free(address: int) -> None:
 
 
 class IpcBuffer:
-    """Device memory of `size` bytes a rank, each mapped by all ranks.
-
-    Made by all ranks of the group together; it is there on all of them or on none.
+    """Device memory of a rank, mapped by all ranks; it is there on all of them or on none.
 
     Args:
-        collective: of the group.
         size: bytes, rounded up to 2 MiB.
         fill: a 32-bit word that the memory is filled with before any peer can see it.
 
@@ -197,12 +192,7 @@ def allocation_of(address: int) -> tuple[int, int]:
 
 
 class PinnedMemory:
-    """Host memory that stays where it is and that the current GPU reads and writes.
-
-    Attributes:
-        address: for the host and for the GPU.
-        content: the memory as bytes.
-    """
+    """Host memory that stays where it is, at an address for the host and for the current GPU."""
 
     def __init__(self, num_bytes: int) -> None:
         runtime = cuda_runtime()
@@ -238,10 +228,7 @@ def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
     collective.agree(
         lambda: functions.append(
             launch.load(
-                Program(PEER_CHECK),
-                macros,
-                launch.WARP,
-                launch.current_device(),
+                *(Program(PEER_CHECK), macros, launch.WARP, launch.current_device()),
                 programmatic=False,
             )
         )

@@ -49,26 +49,15 @@ def check(result: tuple[Any, ...], what: str = "") -> Any:
 
 @dataclass
 class Function:
-    """A loaded kernel with its launch configuration.
+    """A loaded kernel with its launch configuration."""
 
-    Attributes:
-        driver: the driver's bindings.
-        function: the kernel's handle.
-        config: launch configuration; its grid and stream are set for each launch.
-        lock: held from setting the configuration to the launch.
-    """
-
-    driver: Any
-    function: Any
-    config: Any
-    lock: threading.Lock
+    driver: Any  # bindings
+    function: Any  # handle
+    config: Any  # its grid and stream are set for each launch
+    lock: threading.Lock  # held from setting the configuration to the launch
 
     def launch(self, arguments: ctypes.Structure, num_blocks: int, stream: int) -> None:
-        """Launch that many blocks; the kernel takes the structure as its one parameter.
-
-        Raises:
-            UnsupportedError: the driver refuses.
-        """
+        """Launch that many blocks; the kernel takes the structure as its one parameter."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with self.lock:
             self.config.gridDimX = num_blocks
@@ -114,7 +103,6 @@ def load(
     """Compile, or take from the cache on disk, and load into the GPU's context.
 
     Args:
-        macros: what it is compiled for.
         threads: of a block.
         device: the current GPU.
         programmatic: launch it before its predecessor has ended, where the GPU can; for a kernel
@@ -143,12 +131,8 @@ def arguments_type(source: str, **macros: int) -> type[ctypes.Structure]:
     """Return ``struct Args`` of a file in `nvrtc.SOURCES` as a ctypes structure; a pointer is an
     address of 64 bits.
 
-    Args:
-        source: name of the file.
-        macros: values of the macros that array lengths name.
-
-    Raises:
-        UnsupportedError: the file has no such structure, or a member of another form.
+    *macros*: those that array lengths name. UnsupportedError where the file has no such structure,
+    or a member of another form.
     """
     return _structure(source, (SOURCES / source).read_text(), "Args", macros)
 

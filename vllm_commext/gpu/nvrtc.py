@@ -67,15 +67,10 @@ def _log(bindings: Any, program: Any) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel's source, to be compiled for one set of macros at a time.
+    """A kernel's source, to be compiled for one set of macros at a time."""
 
-    Attributes:
-        name: of the kernel, of its file without ``.cu``, and of its folder in the cache.
-        folder: where the file is, and the headers that it includes by their names alone.
-    """
-
-    name: str
-    folder: Path = SOURCES
+    name: str  # of the kernel, of its file without ``.cu``, and of its folder in the cache
+    folder: Path = SOURCES  # of the file, and of the headers that it includes by name alone
 
     @property
     def main(self) -> Path:
@@ -114,10 +109,6 @@ class Program:
         finally:
             bindings.nvrtcDestroyProgram(program)
 
-    def cache_folder(self) -> Path | None:
-        """Return ``$XDG_CACHE_HOME/vllm_commext/NAME``, None where there is no such place."""
-        return private_files.cache_folder(self.name)
-
     def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
         main, headers = self.sources()
         parts = (main, *headers, *options(macros, architecture), nvrtc_version().encode())
@@ -127,13 +118,9 @@ class Program:
         return digest.hexdigest()[:32]
 
     def load_or_compile(self, macros: Mapping[str, int], architecture: int) -> bytes:
-        """Return the machine code, from the cache on disk where it is there; a cache that cannot be
-        written is done without.
-
-        Raises:
-            UnsupportedError: as `compile_cubin`.
-        """
-        where = self.cache_folder()
+        """As `compile_cubin`, from the cache on disk where it is there; one that cannot be written
+        is done without."""
+        where = private_files.cache_folder(self.name)
         if where is None:
             return self.compile_cubin(macros, architecture)
         path = where / f"{self.cache_key(macros, architecture)}.cubin"

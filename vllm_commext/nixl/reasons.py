@@ -1,6 +1,6 @@
 """Reasons, as metrics and log lines name them."""
 
-from vllm_commext.reasons import Reason
+from vllm_commext.errors import Reason
 
 
 class FirstToken(Reason):

@@ -42,23 +42,14 @@ EXTRA_WORDS = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and types that the kernel is compiled for.
+    """Shape and types that the kernel is compiled for; types are keys of `ELEMENT_CODES`."""
 
-    Attributes:
-        dtype: name of the rows' type, a key of `ELEMENT_CODES`.
-        weight_dtype: the same for the weights.
-        world_size: ranks, 2 to 8.
-        q_size: local elements of the first part, a multiple of 8.
-        k_size: local elements of the second part, a multiple of 8; 0 where there is none.
-        aligned: rows and weights begin at multiples of 16 bytes.
-    """
-
-    dtype: str
+    dtype: str  # of the rows
     weight_dtype: str
-    world_size: int
-    q_size: int
-    k_size: int
-    aligned: bool = True
+    world_size: int  # 2 to 8
+    q_size: int  # local elements of the first part, a multiple of 8
+    k_size: int  # the same of the second part; 0 where there is none
+    aligned: bool = True  # rows and weights begin at multiples of 16 bytes
 
     @property
     def packs(self) -> int:
@@ -67,19 +58,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of a block.
+    """Division of a block."""
 
-    Attributes:
-        team_warps: warps that share a token.
-        block_teams: tokens a block.
-        weights_early: weights are loaded while the sums travel.
-        streaming: rows are the first to leave the caches once they are read.
-    """
-
-    team_warps: int
-    block_teams: int = 1
-    weights_early: bool = False
-    streaming: bool = False
+    team_warps: int  # that share a token
+    block_teams: int = 1  # tokens a block
+    weights_early: bool = False  # loaded while the sums travel
+    streaming: bool = False  # rows are the first to leave the caches once they are read
 
     @property
     def threads(self) -> int:
@@ -191,12 +175,7 @@ class Kernels:
         return forms[tiling]
 
     def load(self, shape: Shape, device: Device) -> None:
-        """Load all forms of a shape: a later call may come in a capture, when nothing can be
-        loaded.
-
-        Raises:
-            UnsupportedError: as `launch.load`.
-        """
+        """Load all forms of a shape: a later call may come in a capture, when none can be."""
         with self._lock:
             key = (device.ordinal, shape)
             if key not in self._loaded:
@@ -233,17 +212,11 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a workspace.
-
-    Attributes:
-        kind: what happened.
-        rank: the rank that was waited for, or this rank where two calls met.
-        token: row of the call in which it happened, counted within its piece.
-    """
+    """The first failure of a workspace."""
 
     kind: FailureKind
-    rank: int
-    token: int
+    rank: int  # that was waited for, or this one where two calls met
+    token: int  # row of the call, counted within its piece
 
 
 def decode_failure(record: int) -> Failure | None:

@@ -11,7 +11,6 @@ the same number of tokens, in the same order.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,6 @@ NAMESPACE = "vllm_commext"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _kernels = Kernels()
 Parts = tuple[torch.Tensor, ...]
-SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _check(rows: torch.Tensor, columns: int, weights: Parts) -> None:
@@ -140,12 +138,21 @@ def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: floa
 
 
 def _normalize(parts: Parts, weights: Parts, handle: int, eps: float) -> Parts:
+    """Heads that several ranks replicate count as often as they stand there, which leaves the mean
+    as it is."""
     workspace = find(handle)
     if isinstance(workspace, LamportWorkspace):
         return _launch(workspace, parts, weights, eps)
     if not isinstance(workspace, GroupWorkspace):
         raise ConfigError(f"expected a workspace that adds sums, got {type(workspace).__name__}")
-    return normalize(parts, weights, workspace.world_size, eps, workspace.sum_over_ranks)
+    sums = [part.float().square().sum(-1) for part in parts]
+    totals = workspace.sum_over_ranks(torch.stack(sums))  # [parts, tokens], float32
+    found: list[torch.Tensor] = []
+    for part, weight, total in zip(parts, weights, totals, strict=True):
+        count = weight.numel() * workspace.world_size
+        factor = torch.rsqrt(total / count + eps).unsqueeze(-1)
+        found.append((part.float() * factor * weight.float()).to(part.dtype).contiguous())
+    return tuple(found)
 
 
 def qk_rms_norm(
@@ -156,10 +163,7 @@ def qk_rms_norm(
 
     Args:
         qkv: [tokens, Q + K or more], rows with any stride.
-        q_weight: [Q], this rank's shard.
-        k_weight: [K], this rank's shard.
-        workspace: handle of a workspace.
-        eps: added to the mean square.
+        q_weight: [Q], this rank's shard; likewise `k_weight`, [K].
 
     Returns:
         [tokens, Q] and [tokens, K], new and contiguous.
@@ -230,51 +234,3 @@ for _schema, _implementation, _fake in _OPS:
     for _key in ("CPU", "CUDA"):
         _library.impl(_op, _implementation, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake, lib=_library)
-
-
-def local_sums(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Sums of squares of each part's rows: float32, [tokens, number of parts]."""
-    return torch.stack([part.float().square().sum(dim=-1) for part in parts], dim=-1)
-
-
-def apply(
-    part: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, count: int, eps: float
-) -> torch.Tensor:
-    """``part * rsqrt(total / count + eps) * weight`` in float32, returned in the part's type.
-
-    Args:
-        part: [tokens, size], a rank's shard of the rows.
-        weight: [size], the same shard of the weights.
-        total: [tokens], float32, sums of squares over all ranks.
-        count: elements of a whole row, all ranks together.
-        eps: added to the mean square.
-    """
-    factor = torch.rsqrt(total / count + eps).unsqueeze(-1)
-    return (part.float() * factor * weight.float()).to(part.dtype)
-
-
-def normalize(
-    parts: tuple[torch.Tensor, ...],
-    weights: tuple[torch.Tensor, ...],
-    world_size: int,
-    eps: float,
-    sum_over_ranks: SumOverRanks,
-) -> tuple[torch.Tensor, ...]:
-    """RMSNorm of each part over the elements that it has on all ranks together.
-
-    Args:
-        parts: each [tokens, size of the part], with the same number of tokens.
-        weights: each [size of the part].
-        world_size: ranks, all with parts of the same sizes. Heads that several ranks replicate
-            count as often as they stand there, which leaves the mean as it is.
-        eps: added to the mean square.
-        sum_over_ranks: adds a float32 tensor [tokens, parts] over all ranks.
-
-    Returns:
-        New contiguous tensors of the parts' shapes and type.
-    """
-    totals = sum_over_ranks(local_sums(parts))
-    return tuple(
-        apply(part, weight, totals[:, i], weight.numel() * world_size, eps).contiguous()
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True))
-    )

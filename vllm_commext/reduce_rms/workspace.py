@@ -95,12 +95,8 @@ def find_tensor(words: torch.Tensor) -> Workspace:
 
 
 class GroupWorkspace(Workspace):
-    """Adds over ranks by an all-reduce: on a CPU, and where peers' memory cannot be mapped.
-
-    Args:
-        process_group: None for the default group, or for a single rank where there is no group.
-        device: where the workspace tensor is.
-    """
+    """Adds over ranks by an all-reduce: on a CPU, and where peers' memory cannot be mapped. Without
+    a process group it is torch's default one, or a single rank."""
 
     def __init__(
         self, process_group: "ProcessGroup | None" = None, device: "torch.device | str" = "cpu"
@@ -128,10 +124,8 @@ class LamportWorkspace(Workspace):
     fail. Calls on other streams need a workspace of their own.
 
     Args:
-        rank: this process's rank in the group.
-        world_size: ranks of the group, 2 to 8.
+        world_size: 2 to 8.
         comm_size: bytes of a slot, alike on all ranks; rounded up to 2 MiB.
-        process_group: None for the default group.
         timeout_seconds: how long a token waits for a peer's sums.
         max_tokens_per_launch: fewer tokens a launch than a slot holds; 0 for as many.
         batch_invariant: a row has the same bits whatever else is in the batch, which costs the
@@ -217,11 +211,8 @@ class LamportWorkspace(Workspace):
         return self._private
 
     def prepare(self, kinds: Iterable[Hashable], step: Callable[[], object]) -> None:
-        """Take a step before the first call of some kinds, on all ranks together; they are `ready`.
-
-        Raises:
-            UnsupportedError: it failed on some rank; all ranks raise it.
-        """
+        """Take a step before the first call of some kinds, on all ranks together; they are `ready`,
+        or all ranks raise UnsupportedError."""
         self._collective.agree(step)
         self.ready.update(kinds)
 
@@ -272,12 +263,6 @@ class LamportWorkspace(Workspace):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._cleanup(0)
-
-    def __repr__(self) -> str:
-        return (
-            f"LamportWorkspace(rank={self.rank}, world_size={self.world_size}, "
-            f"comm_size={self.comm_size})"
-        )
 
 
 def _check_peers(collective: Collective) -> None:

@@ -133,9 +133,8 @@ def _builder(head: bytes) -> Builder:
 class StepClasses:
     """vLLM's classes of an engine's steps, which go field by field (`csrc/shm/step_format.h`).
 
-    Integers go as int32, a request's name once and as a number from then on. Only what is exactly
-    of the expected type is taken; all else is pickled as it is. A list or dict that a message holds
-    twice arrives as two.
+    Integers go as int32, a request's name once and as a number from then on. Only the exact types
+    are taken; all else is pickled. A list or dict that a message holds twice arrives as two.
 
     Both ends count the steps that have names. A writer that could not send one, or knows many
     names, begins a new epoch with none of them; a reader that missed one says so until the next
@@ -202,10 +201,6 @@ class StepClasses:
         return zlib.crc32(repr((VERSION, STEP_FORMAT, layout, statuses)).encode())
 
 
-def packer(classes: StepClasses) -> Packer:
-    return Packer(classes.kinds, classes.statuses, classes.fingerprint)
-
-
 def unpacker(classes: StepClasses) -> Unpacker:
     """Make a reader's side. It raises ProtocolError for another vLLM's steps, for one that follows
     a step which this reader has not had, and for damage."""
@@ -247,7 +242,9 @@ class Encoder:
     ) -> None:
         self._given = reducers or {}
         self._plain = PlainEncoder()
-        self._steps = packer(classes) if classes is not None else None
+        self._steps = None
+        if classes is not None:
+            self._steps = Packer(classes.kinds, classes.statuses, classes.fingerprint)
         self._reducers = _Reducers()
         self._start()
 

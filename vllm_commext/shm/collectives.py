@@ -55,17 +55,12 @@ class RingGroup:
     """One rank's place among ranks that sum and gather together. Make it with `connect`.
 
     All ranks make the same calls in the same order, with tensors of the same shape and dtype; one
-    thread at a time. An error ends the group, for every rank: the others' waits end with an error
-    that names this one.
+    thread at a time. An error ends the group: the others' waits end with one that names this rank.
     """
 
     @classmethod
     def connect(cls, collective: Collective) -> "RingGroup":
-        """Connect rings among all ranks; every rank calls it, and fails if another one does.
-
-        Raises:
-            CommextError: a rank could not make its ring, or not attach to the others'.
-        """
+        """Connect rings among all ranks; all raise CommextError where one of them cannot."""
         group = cls(collective.rank, collective.world_size)
         try:
             addresses = collective.run(group._create)
@@ -76,8 +71,7 @@ class RingGroup:
         return group
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.timeout_seconds = TIMEOUT_SECONDS
         self._interval = warning_interval()
         self._writer: RingWriter | None = None

@@ -67,14 +67,10 @@ STATE_NAMES = ("not attached", "attaching", "attached", "shut down")
 
 @dataclass(frozen=True)
 class RingAddress:
-    """Lets a reader attach. Picklable; of use on the writer's host only.
-
-    `nonce` (16 bytes) is repeated in the segment, so that an address and a segment that do not
-    belong together are noticed.
-    """
+    """Lets a reader attach. Picklable; of use on the writer's host only."""
 
     name: str
-    nonce: bytes
+    nonce: bytes  # 16, repeated in the segment, so that those that do not belong together show
     capacity_bytes: int
     n_readers: int
     version: int = _shm_ring.VERSION
@@ -135,9 +131,8 @@ class RingEnd:
         return self.core.counters()
 
     def cancel(self) -> None:
-        """End the wait in progress, if any, and every later one with QueueCancelledError. From any
-        thread or signal handler, as often as you like. A reader still gets what is there already.
-        """
+        """End the wait in progress and every later one with QueueCancelledError, from any thread or
+        signal handler. A reader still gets what is there already."""
         self.core.cancel()
 
     def close(self) -> None:
@@ -177,12 +172,11 @@ class RingWriter(RingEnd):
 
     @classmethod
     def create(cls, n_readers: int, capacity_bytes: int, budget_bytes: int = 0) -> "RingWriter":
-        """Make a ring of `capacity_bytes` (a power of two, 4 KiB to 1 GiB), reserved at once.
+        """Make a ring of `capacity_bytes` (a power of two, 4 KiB to 1 GiB), reserved at once;
+        MemoryError if /dev/shm has no room.
 
-        `budget_bytes`: so much may be under way beyond that, in memory that is taken when readers
-        are busy; a longer record goes alone. Without it the writer waits for room.
-
-        Raises ValueError for an impossible shape, MemoryError if /dev/shm has no room.
+        `budget_bytes` may be under way beyond that, in memory that is taken when readers are busy;
+        a longer record goes alone. Without it the writer waits for room.
         """
         num_bytes, nonce = segment_bytes(capacity_bytes, n_readers), secrets.token_bytes(16)
         segment = create_segment(num_bytes)

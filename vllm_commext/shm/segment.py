@@ -42,8 +42,7 @@ def round_up(num_bytes: int, multiple: int) -> int:
 def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
     """Length of the segment that holds a ring of this capacity for this many readers.
 
-    A page with the fixed lines (header, writer, cursors), two lines of 128 bytes a reader, padding
-    to a page, and the ring (`csrc/shm/layout.h`). Raises ValueError if there can be no such ring.
+    ValueError if there can be no such ring; `csrc/shm/layout.h` has the parts.
     """
     if not MIN_CAPACITY_BYTES <= capacity_bytes <= MAX_CAPACITY_BYTES:
         raise ValueError(f"capacity: expected 4 KiB to 1 GiB, got {capacity_bytes} bytes")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import creation, names
+from vllm_commext.allreduce import creation, limits
 from vllm_commext.allreduce.backends import flashinfer as backend_module
 from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
 from vllm_commext.allreduce.backends.flashinfer import WorkspaceKey, Workspaces
@@ -142,13 +142,13 @@ def check_failures(rank: int, _: int) -> Any:
 def check_creation(rank: int, world: int) -> Any:
     """One rank cannot make one family: none has it, and the next backend serves on both."""
     log: list[str] = []
-    rows = (Row(1 << 20, (names.FLASHINFER_ONE_SHOT, names.CUSTOM, names.NCCL)),)
+    rows = (Row(1 << 20, (limits.FLASHINFER_ONE_SHOT, limits.CUSTOM, limits.NCCL)),)
     table = Table(world, {"float32": rows}, f"of rank {rank}")
 
     def make(*_: Any) -> StandIn:
         if rank == 1:
             raise UnsupportedError("no compiler")
-        return StandIn(names.FLASHINFER_ONE_SHOT, log)
+        return StandIn(limits.FLASHINFER_ONE_SHOT, log)
 
     creation.flashinfer.FlashInferBackend = make  # pyright: ignore
     parts = Parts(distributed.group.WORLD, distributed.group.WORLD, CPU)
@@ -157,7 +157,7 @@ def check_creation(rank: int, world: int) -> Any:
     assert out is not None
     served, refused = dispatcher.counts()
     assert dispatcher.table is not None
-    other = raised(lambda: create_dispatcher(parts, table, names.BACKENDS[rank]))
+    other = raised(lambda: create_dispatcher(parts, table, limits.BACKENDS[rank]))
     return {
         "backends": sorted(dispatcher.backends),
         "sum": out.tolist(),
@@ -228,9 +228,9 @@ def check_nccl_through_torch(rank: int, _: int) -> Any:
 def check_creation_that_ends_midway(_: int, world: int) -> Any:
     """What was made before a maker that raises what nobody expects is given back."""
     log: list[str] = []
-    rows = (Row(1 << 10, (names.FLASHINFER_ONE_SHOT,)), Row(1 << 20, (names.PUSH,)))
+    rows = (Row(1 << 10, (limits.FLASHINFER_ONE_SHOT,)), Row(1 << 20, (limits.PUSH,)))
     table = Table(world, {"float32": rows}, "test")
-    creation.flashinfer.FlashInferBackend = lambda *_: StandIn(names.FLASHINFER_ONE_SHOT, log)  # pyright: ignore
+    creation.flashinfer.FlashInferBackend = lambda *_: StandIn(limits.FLASHINFER_ONE_SHOT, log)  # pyright: ignore
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -275,7 +275,7 @@ def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[st
             start(parts, required, lambda machine=machine: machine) is None
         )
     cached = Requirements(by_itself=True, facts=Facts(hidden=64))
-    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (names.NCCL, names.PUSH)),)}, "tuned")
+    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (limits.NCCL, limits.PUSH)),)}, "tuned")
     if distributed.get_rank() == 0:
         cache.save(unknown, elsewhere, 64)
     distributed.barrier()
@@ -299,7 +299,7 @@ def check_start(rank: int, world: int) -> Any:
     out = made.all_reduce(torch.ones(8, dtype=torch.bfloat16))
     found["built in"] = [list(made.backends), made.table.origin, out is not None and out.tolist()]
     found["lines"] = lines(made, Requirements())
-    forced = start_dispatcher(parts, Requirements(forced=names.NCCL), lambda: unknown)
+    forced = start_dispatcher(parts, Requirements(forced=limits.NCCL), lambda: unknown)
     found["forced"] = forced.all_reduce(torch.ones(2)) is not None
 
     def broken() -> Machine:
@@ -310,7 +310,7 @@ def check_start(rank: int, world: int) -> Any:
     eager, split = Facts(eager=True), Facts(microbatches=True)
     found["eager"] = start_dispatcher(parts, Requirements(facts=eager), lambda: known) is None
     found["eager, forced"] = (
-        start_dispatcher(parts, Requirements(names.NCCL, facts=eager), lambda: known) is not None
+        start_dispatcher(parts, Requirements(limits.NCCL, facts=eager), lambda: known) is not None
     )
     found["microbatches"] = (
         start_dispatcher(parts, Requirements(facts=split), lambda: known) is None
@@ -324,14 +324,14 @@ def check_start(rank: int, world: int) -> Any:
 
     def push_backend(num_bytes: int, _: Any) -> StandIn:
         sizes.append(num_bytes)
-        return StandIn(names.PUSH, [])
+        return StandIn(limits.PUSH, [])
 
     creation.push.PushBackend = push_backend  # pyright: ignore
     ours = start_dispatcher(parts, invariant, lambda: known)
     assert ours is not None
     found["invariant"] = sorted({ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)})
     found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
-    other = Requirements(names.NCCL, facts=same)
+    other = Requirements(limits.NCCL, facts=same)
     found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
     found.update(by_itself_where(parts, unknown, sizes))
     creation.push.PushBackend = real

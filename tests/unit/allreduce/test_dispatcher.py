@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from vllm_commext.allreduce import dispatcher as dispatchers
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.allreduce.table.table import Row, Table
 
-SMALL, LARGE = names.PUSH, names.NCCL
+SMALL, LARGE = limits.PUSH, limits.NCCL
 TABLE = Table(1, {"float32": (Row(64, (SMALL, LARGE)), Row(4096, (LARGE, SMALL)))}, "a test")
 
 
@@ -71,8 +71,8 @@ def test_what_nobody_knows_is_left_to_vllm() -> None:
     dispatcher = made(small)
     assert dispatcher.all_reduce(torch.zeros(1025)) is None  # beyond the table
     assert dispatcher.all_reduce(torch.zeros(16, dtype=torch.int64)) is None
-    assert dispatcher.choice(torch.zeros(1025)) == names.VLLM
-    assert dispatcher.counts() == ({names.VLLM: 2}, {})
+    assert dispatcher.choice(torch.zeros(1025)) == limits.VLLM
+    assert dispatcher.counts() == ({limits.VLLM: 2}, {})
     assert made(small, table=None).all_reduce(torch.zeros(4)) is None
     assert small.given == small.asked == []
 
@@ -86,7 +86,7 @@ def test_who_cannot_take_it_is_passed_over_and_counted_as_refusing() -> None:
     assert dispatcher.choice(torch.zeros(100)) == SMALL
     nobody = made(OneRank(SMALL, 8), OneRank(LARGE, 8))
     assert nobody.all_reduce(torch.zeros(100)) is None
-    assert nobody.counts() == ({names.VLLM: 1}, {LARGE: 1, SMALL: 1})
+    assert nobody.counts() == ({limits.VLLM: 1}, {LARGE: 1, SMALL: 1})
 
 
 def test_a_forced_backend_serves_every_size_and_is_prepared_without_a_table() -> None:
@@ -96,9 +96,9 @@ def test_a_forced_backend_serves_every_size_and_is_prepared_without_a_table() ->
     assert torch.equal(dispatcher.all_reduce(rows), rows)
     assert large.asked == [Message((3, 5), "float32")]
     assert small.asked == small.given == []
-    for unfit in (OneRank(LARGE, 8), OneRank(names.CUSTOM)):
+    for unfit in (OneRank(LARGE, 8), OneRank(limits.CUSTOM)):
         assert made(small, unfit, forced=LARGE).all_reduce(rows) is None
-    assert made(small, large, forced=names.VLLM).all_reduce(rows) is None
+    assert made(small, large, forced=limits.VLLM).all_reduce(rows) is None
     assert small.given == []
 
 
@@ -178,4 +178,4 @@ def test_after_its_end_it_leaves_all_to_vllm() -> None:
     dispatcher.destroy()
     assert (small.destroyed, large.destroyed) == (1, 1)
     assert dispatcher.all_reduce(torch.zeros(16)) is None
-    assert dispatcher.counts()[0] == {SMALL: 1, names.VLLM: 1}
+    assert dispatcher.counts()[0] == {SMALL: 1, limits.VLLM: 1}

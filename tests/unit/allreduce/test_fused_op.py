@@ -12,7 +12,7 @@ import torch
 from tests.kit.host_kernels import COMPILER
 from tests.kit.threads import together
 from tests.unit.allreduce.fused_emulation import expected, library, make_call
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused import op as fused_op
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said(twice: str, change: dict[str, Any], message: str)
 class Backend:
     """In place of kernels; says what it was asked."""
 
-    name = names.FUSED_PUSH
+    name = limits.FUSED_PUSH
 
     def __init__(self, problem: str = "") -> None:
         self.problem, self.prepared, self.runs = problem, 0, 0
@@ -134,36 +134,36 @@ MEASURED = Table(
     *(2, {}, "test"),
     {
         "bfloat16": (
-            Row(2 * ROW_BYTES, (names.UNFUSED, names.FUSED_PUSH)),
-            Row(4 * ROW_BYTES, (names.FUSED_PUSH, names.UNFUSED)),
+            Row(2 * ROW_BYTES, (limits.UNFUSED, limits.FUSED_PUSH)),
+            Row(4 * ROW_BYTES, (limits.FUSED_PUSH, limits.UNFUSED)),
         )
     },
 )
 
 
 @pytest.mark.parametrize("problem", ["", "no compiler"])
-@pytest.mark.parametrize("forced", [None, names.PUSH, names.NCCL])
+@pytest.mark.parametrize("forced", [None, limits.PUSH, limits.NCCL])
 def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None) -> None:
     backend = Backend(problem)
     norm = FusedNorm(twofold, backend, FusedPolicy(MEASURED, forced))
-    by_kernel = {None: {4, 5}, names.PUSH: {1, 4, 5}, names.NCCL: set[int]()}[forced]
+    by_kernel = {None: {4, 5}, limits.PUSH: {1, 4, 5}, limits.NCCL: set[int]()}[forced]
     for count in (4, 1, 0, 5, 8):
         x, residual, weight = rows_of(torch.bfloat16, count)
         shape = FusedShape("bfloat16", "bfloat16", HIDDEN)
         norm.run(Operands(shape, x, residual, weight, EPS))
     assert backend.prepared == 1  # at the first call, though it may not be the one to serve it
     expected_runs = 0 if problem else len(by_kernel)
-    assert backend.runs == norm.calls[names.FUSED_PUSH] == expected_runs
-    assert norm.calls[names.UNFUSED] == 5 - expected_runs
+    assert backend.runs == norm.calls[limits.FUSED_PUSH] == expected_runs
+    assert norm.calls[limits.UNFUSED] == 5 - expected_runs
 
 
 def test_what_nobody_measured_is_not_led_and_policies_that_choose_alike_are_one() -> None:
     policy = FusedPolicy(MEASURED)
     assert policy.is_led("bfloat16", 4 * ROW_BYTES + 1, 1 << 40)
     assert not policy.is_led("float16", 1, 1 << 40)
-    assert FusedPolicy(MEASURED, names.PUSH).is_led("float16", 1, 2)
-    assert not FusedPolicy(MEASURED, names.NCCL).is_led("bfloat16", 1, 1 << 40)
-    ways = [policy, FusedPolicy(None), FusedPolicy(MEASURED, names.PUSH), FusedPolicy(MEASURED)]
+    assert FusedPolicy(MEASURED, limits.PUSH).is_led("float16", 1, 2)
+    assert not FusedPolicy(MEASURED, limits.NCCL).is_led("bfloat16", 1, 1 << 40)
+    ways = [policy, FusedPolicy(None), FusedPolicy(MEASURED, limits.PUSH), FusedPolicy(MEASURED)]
     assert [way.identity() == policy.identity() for way in ways] == [True, False, False, True]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
 from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of_bytes
 from vllm_commext.allreduce.table import cache
@@ -25,6 +25,11 @@ MIB = 1 << 20
 MACHINE = Machine("NVIDIA H200", "NV18", "580.1", "2.11.0", "2.28.3", "0.7.0", "0.32.0")
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 def with_other(**facts: Any) -> Machine:
     return msgspec.structs.replace(MACHINE, **facts)
 
@@ -33,7 +38,7 @@ SIZES = st.integers(1, 64 * MIB)
 TIMES = st.dictionaries(
     st.integers(0, 20).map(lambda exponent: 2048 << exponent),
     st.dictionaries(
-        st.sampled_from(names.BACKENDS), st.floats(1, 1e4, allow_nan=False), min_size=1, max_size=5
+        st.sampled_from(limits.BACKENDS), st.floats(1, 1e4, allow_nan=False), min_size=1, max_size=5
     ),
     min_size=1,
     max_size=12,
@@ -128,10 +133,10 @@ def test_what_is_no_table_is_refused(text: bytes) -> None:
 
 
 def test_beyond_the_last_range_of_a_fused_norm_its_ranking_goes_on() -> None:
-    rows = (Row(8, (names.UNFUSED, names.FUSED_PUSH)), Row(16, (names.FUSED_PUSH,)))
+    rows = (Row(8, (limits.UNFUSED, limits.FUSED_PUSH)), Row(16, (limits.FUSED_PUSH,)))
     table = Table(2, {}, "here", {"float16": rows})
     found = [table.fused_ranking(size, "float16")[0] for size in (8, 9, 16, 1 << 40)]
-    assert found == [names.UNFUSED, *[names.FUSED_PUSH] * 3]
+    assert found == [limits.UNFUSED, *[limits.FUSED_PUSH] * 3]
     assert table.fused_ranking(8, "bfloat16") == ()
     assert tables.decode(tables.encode(table)) == table
 
@@ -155,7 +160,7 @@ class TestOfOurs:
     """What takes part where nobody has asked for it."""
 
     ROWS = (Row(64, ("nccl", "push")), Row(128, ("push", "nccl")), Row(256, ("nccl",)))
-    FUSED = (Row(1 << 16, (names.UNFUSED,)), Row(1 << 24, (names.FUSED_PUSH, names.UNFUSED)))
+    FUSED = (Row(1 << 16, (limits.UNFUSED,)), Row(1 << 24, (limits.FUSED_PUSH, limits.UNFUSED)))
 
     def test_only_ranges_that_ours_leads_are_left(self) -> None:
         ours = Table(2, {"float16": self.ROWS, "float32": self.ROWS}, "here").of_ours("float16")
@@ -170,7 +175,7 @@ class TestOfOurs:
         assert ours is not None
         edge = 1 << 16
         first = [ours.fused_ranking(size, "float16")[0] for size in (1, edge, edge + 1)]
-        assert first == [names.UNFUSED, names.UNFUSED, names.FUSED_PUSH]
+        assert first == [limits.UNFUSED, limits.UNFUSED, limits.FUSED_PUSH]
         policy = FusedPolicy(ours, throughout=True)
         assert policy.changes("float16") == [edge]
         assert not policy.is_led("float16", 1, 1 << 24)
@@ -180,7 +185,7 @@ class TestOfOurs:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_nothing_is_left_where_ours_never_leads(self, dtype: str) -> None:
         rows = {"float32": (Row(64, ("nccl", "push")),)}
-        fused = {"float32": (Row(1 << 30, (names.UNFUSED, names.FUSED_PUSH)),)}
+        fused = {"float32": (Row(1 << 30, (limits.UNFUSED, limits.FUSED_PUSH)),)}
         assert Table(2, rows, "here", fused).of_ours(dtype) is None
 
 
@@ -188,10 +193,10 @@ class TestFusedPolicy:
     """One launch is fastest from 101 to 200 bytes alone."""
 
     ROWS = (
-        Row(100, (names.UNFUSED,)),
-        Row(200, (names.FUSED_PUSH, names.UNFUSED)),
-        Row(300, (names.FUSED_FLASHINFER, names.FUSED_PUSH)),
-        Row(400, (names.UNFUSED,)),
+        Row(100, (limits.UNFUSED,)),
+        Row(200, (limits.FUSED_PUSH, limits.UNFUSED)),
+        Row(300, (limits.FUSED_FLASHINFER, limits.FUSED_PUSH)),
+        Row(400, (limits.UNFUSED,)),
     )
     TABLE = Table(2, {}, "a test", fused={"float16": ROWS})
 
@@ -213,32 +218,35 @@ class TestFusedPolicy:
         assert FusedPolicy(self.TABLE).is_led("float16", low, high) == led
 
     def test_a_forced_backend_is_followed_and_the_unknown_is_not_fused(self) -> None:
-        assert FusedPolicy(self.TABLE).ranking(150, "float16") == (names.FUSED_PUSH, names.UNFUSED)
+        assert FusedPolicy(self.TABLE).ranking(150, "float16") == (
+            limits.FUSED_PUSH,
+            limits.UNFUSED,
+        )
         assert FusedPolicy(self.TABLE).ranking(150, "bfloat16") == ()
         assert FusedPolicy(None).ranking(150, "float16") == ()
-        assert FusedPolicy(self.TABLE).ranking(401, "float16") == (names.UNFUSED,)
+        assert FusedPolicy(self.TABLE).ranking(401, "float16") == (limits.UNFUSED,)
         for size in (50, 150):
-            forced = FusedPolicy(self.TABLE, names.PUSH)
-            assert forced.ranking(size, "float16") == (names.FUSED_PUSH,)
-            assert FusedPolicy(self.TABLE, names.NCCL).ranking(size, "float16") == ()
-        assert FusedPolicy(self.TABLE, names.NCCL).is_forced
+            forced = FusedPolicy(self.TABLE, limits.PUSH)
+            assert forced.ranking(size, "float16") == (limits.FUSED_PUSH,)
+            assert FusedPolicy(self.TABLE, limits.NCCL).ranking(size, "float16") == ()
+        assert FusedPolicy(self.TABLE, limits.NCCL).is_forced
         assert not FusedPolicy(self.TABLE).is_forced
 
     def test_graphs_are_cut_where_one_launch_begins_or_ends_to_come_first(self) -> None:
         assert FusedPolicy(self.TABLE, throughout=True).changes("float16") == [100, 200]
         assert FusedPolicy(self.TABLE).changes("float16") == []
         narrow = tuple(
-            Row(100 + place, (names.FUSED_PUSH if place == 1 else names.UNFUSED,))
+            Row(100 + place, (limits.FUSED_PUSH if place == 1 else limits.UNFUSED,))
             for place in range(3)
         )
         table = Table(2, {}, "a test", fused={"float16": narrow})
         assert FusedPolicy(table, throughout=True).changes("float16") == [100, 101]
 
     def test_the_largest_size_at_which_a_launch_comes_first(self) -> None:
-        assert {name: self.TABLE.leads_fused(name) for name in (*names.FUSED, "nobody")} == {
-            names.FUSED_PUSH: 200,
-            names.FUSED_FLASHINFER: 300,
-            names.UNFUSED: 400,
+        assert {name: self.TABLE.leads_fused(name) for name in (*limits.FUSED, "nobody")} == {
+            limits.FUSED_PUSH: 200,
+            limits.FUSED_FLASHINFER: 300,
+            limits.UNFUSED: 400,
             "nobody": 0,
         }
 
@@ -255,14 +263,14 @@ class TestBuiltin:
         table = cache.builtin_table(gpu, 2)
         assert table is not None
         for size in (16384, MIB, 8 * MIB, 128 * MIB):
-            assert table.fused_ranking(size, "bfloat16")[0] == names.FUSED_PUSH
-        assert table.fused_ranking(8 * MIB, "bfloat16")[1:] == (names.UNFUSED,)
+            assert table.fused_ranking(size, "bfloat16")[0] == limits.FUSED_PUSH
+        assert table.fused_ranking(8 * MIB, "bfloat16")[1:] == (limits.UNFUSED,)
 
     def test_in_place_our_kernel_comes_first_at_every_size_on_h100s(self) -> None:
         table = cache.builtin_table("NVIDIA H100 80GB HBM3", 2)
         assert table is not None
-        assert {row.ranking[0] for row in table.rows["bfloat16"]} == {names.PUSH}
-        assert table.ranking(64 * MIB, "bfloat16") == (names.PUSH, names.NCCL)
+        assert {row.ranking[0] for row in table.rows["bfloat16"]} == {limits.PUSH}
+        assert table.ranking(64 * MIB, "bfloat16") == (limits.PUSH, limits.NCCL)
         assert table.ranking(64 * MIB + 1, "bfloat16") == ()
 
     @pytest.mark.parametrize(("world_size", "last_small"), [(2, MIB), (4, MIB // 8)])
@@ -272,9 +280,9 @@ class TestBuiltin:
         table = cache.builtin_table("NVIDIA H200", world_size)
         assert table is not None
         for size in (2048, last_small):
-            assert table.ranking(size, "bfloat16")[:2] == (names.FLASHINFER_ONE_SHOT, names.PUSH)
+            assert table.ranking(size, "bfloat16")[:2] == (limits.FLASHINFER_ONE_SHOT, limits.PUSH)
         for size in (2 * MIB, 64 * MIB):
-            assert table.ranking(size, "bfloat16")[0] == names.PUSH
+            assert table.ranking(size, "bfloat16")[0] == limits.PUSH
         assert table.ranking(8192, "float16") == ()
 
 
@@ -303,11 +311,11 @@ class TestPeerAccess:
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair != without)
         assert machines.have_access(torch.device("cuda", 0), {}) is (without is None)
 
-    def test_neither_a_built_in_nor_a_measured_table_serves(self, tmp_path: Path) -> None:
-        environ, without = {"XDG_CACHE_HOME": str(tmp_path)}, with_other(link=machines.NO_ACCESS)
-        cache.save(without, TestCache.table, environ=environ)
-        assert cache.find_table(MACHINE, 2, environ=environ) is not None
-        assert cache.find_table(without, 2, environ=environ) is None
+    def test_neither_a_built_in_nor_a_measured_table_serves(self) -> None:
+        without = with_other(link=machines.NO_ACCESS)
+        cache.save(without, TestCache.table)
+        assert cache.find_table(MACHINE, 2) is not None
+        assert cache.find_table(without, 2) is None
 
     def test_a_machine_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         properties = type("Properties", (), {"name": "a GPU", "uuid": "u"})()
@@ -325,33 +333,28 @@ class TestCache:
     table = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")
 
     def test_what_was_saved_is_found(self, tmp_path: Path) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        assert cache.load(MACHINE, 2, environ=environ) is None
-        path = cache.save(MACHINE, self.table, environ=environ)
+        assert cache.load(MACHINE, 2) is None
+        path = cache.save(MACHINE, self.table)
         assert path.is_relative_to(tmp_path)
-        assert cache.load(MACHINE, 2, environ=environ) == self.table
+        assert cache.load(MACHINE, 2) == self.table
         assert [file.name for file in path.parent.iterdir()] == [path.name]
 
-    def test_another_machine_or_world_size_finds_nothing(self, tmp_path: Path) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        cache.save(MACHINE, self.table, environ=environ)
-        assert cache.load(MACHINE, 4, environ=environ) is None
+    def test_another_machine_or_world_size_finds_nothing(self) -> None:
+        cache.save(MACHINE, self.table)
+        assert cache.load(MACHINE, 4) is None
         other = with_other(link="NV6")
         assert digest(other, 2) != digest(MACHINE, 2)
-        here = cache.save(MACHINE, self.table, environ=environ)
-        elsewhere = cache.path_of(other, 2, environ=environ)
+        here = cache.save(MACHINE, self.table)
+        elsewhere = cache.path_of(other, 2)
         assert elsewhere is not None
         elsewhere.write_bytes(here.read_bytes())
-        assert cache.load(other, 2, environ=environ) is None
+        assert cache.load(other, 2) is None
 
     @pytest.mark.parametrize("fact", ["gpu", "link", "kernels"])
-    def test_another_machine_or_other_kernels_of_ours_begin_anew(
-        self, tmp_path: Path, fact: str
-    ) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        cache.save(MACHINE, self.table, environ=environ)
+    def test_another_machine_or_other_kernels_of_ours_begin_anew(self, fact: str) -> None:
+        cache.save(MACHINE, self.table)
         other = with_other(**{fact: "other"})
-        assert cache.load(other, 2, environ=environ) is None
+        assert cache.load(other, 2) is None
 
     @pytest.mark.parametrize(
         "changes",
@@ -359,12 +362,11 @@ class TestCache:
         ids=str,
     )
     def test_it_outlives_an_upgrade_and_says_what_it_was_measured_with(
-        self, tmp_path: Path, changes: dict[str, str]
+        self, changes: dict[str, str]
     ) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        rows = (Row(64, (names.FLASHINFER_ONE_SHOT, names.PUSH)),)
-        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "measured"), environ=environ)
-        found = cache.load(with_other(**changes), 2, environ=environ)
+        rows = (Row(64, (limits.FLASHINFER_ONE_SHOT, limits.PUSH)),)
+        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "measured"))
+        found = cache.load(with_other(**changes), 2)
         (name,) = changes
         assert found is not None
         assert found.rows == {"bfloat16": rows}
@@ -373,54 +375,54 @@ class TestCache:
     @pytest.mark.parametrize(
         ("changes", "left", "fused"),
         [
-            ({"flashinfer": "0.8.0"}, [(names.NCCL,), (names.VLLM,)], (names.UNFUSED,)),
-            ({"nccl": "2.29.1"}, [(names.FLASHINFER_ONE_SHOT,)] * 2, (names.FUSED_FLASHINFER,)),
+            ({"flashinfer": "0.8.0"}, [(limits.NCCL,), (limits.VLLM,)], (limits.UNFUSED,)),
+            ({"nccl": "2.29.1"}, [(limits.FLASHINFER_ONE_SHOT,)] * 2, (limits.FUSED_FLASHINFER,)),
         ],
     )
     def test_columns_of_another_minor_release_of_their_library_are_void(
         self,
-        tmp_path: Path,
         changes: dict[str, str],
         left: list[tuple[str, ...]],
         fused: tuple[str, ...],
     ) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
         rows = (
-            Row(64, (names.FLASHINFER_ONE_SHOT, names.NCCL)),
-            Row(128, (names.FLASHINFER_ONE_SHOT,)),
+            Row(64, (limits.FLASHINFER_ONE_SHOT, limits.NCCL)),
+            Row(128, (limits.FLASHINFER_ONE_SHOT,)),
         )
-        whole = {"bfloat16": (Row(64, (names.FUSED_FLASHINFER,)),)}
-        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "", whole), environ=environ)
-        found = cache.load(with_other(**changes), 2, environ=environ)
+        whole = {"bfloat16": (Row(64, (limits.FUSED_FLASHINFER,)),)}
+        cache.save(MACHINE, Table(2, {"bfloat16": rows}, "", whole))
+        found = cache.load(with_other(**changes), 2)
         assert found is not None
         assert [row.ranking for row in found.rows["bfloat16"]] == left
         assert [row.ranking for row in found.fused["bfloat16"]] == [fused]
 
-    def test_rows_of_another_length_have_a_table_of_their_own(self, tmp_path: Path) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    def test_rows_of_another_length_have_a_table_of_their_own(self) -> None:
         long = Table(2, {"bfloat16": (Row(64, ("push",)),)}, "measured")
-        cache.save(MACHINE, self.table, 4096, environ)
-        cache.save(MACHINE, long, 8192, environ)
-        assert cache.load(MACHINE, 2, 4096, environ) == self.table
-        assert cache.load(MACHINE, 2, 8192, environ) == long
-        assert cache.load(MACHINE, 2, 5120, environ) is None
+        cache.save(MACHINE, self.table, 4096)
+        cache.save(MACHINE, long, 8192)
+        assert cache.load(MACHINE, 2, 4096) == self.table
+        assert cache.load(MACHINE, 2, 8192) == long
+        assert cache.load(MACHINE, 2, 5120) is None
 
-    def test_another_dtype_joins_what_was_measured_before(self, tmp_path: Path) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    def test_another_dtype_joins_what_was_measured_before(self) -> None:
         half = Table(2, {"float16": (Row(32, ("push",)),)}, "measured later")
-        cache.save(MACHINE, self.table, environ=environ)
-        cache.save(MACHINE, half, environ=environ)
-        found = cache.load(MACHINE, 2, environ=environ)
+        cache.save(MACHINE, self.table)
+        cache.save(MACHINE, half)
+        found = cache.load(MACHINE, 2)
         assert found == Table(2, {**self.table.rows, **half.rows}, "measured later")
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"machine": 1, "table": {}}'])
-    def test_a_damaged_file_is_none(self, tmp_path: Path, content: bytes) -> None:
-        environ = {"XDG_CACHE_HOME": str(tmp_path)}
-        cache.save(MACHINE, self.table, environ=environ).write_bytes(content)
-        assert cache.load(MACHINE, 2, environ=environ) is None
+    def test_a_damaged_file_is_none(self, content: bytes) -> None:
+        cache.save(MACHINE, self.table).write_bytes(content)
+        assert cache.load(MACHINE, 2) is None
 
-    def test_without_the_variable_it_is_in_the_home_folder(self) -> None:
-        assert cache.folder({}) == Path.home() / ".cache" / "vllm_commext" / "allreduce"
+    def test_without_the_variable_it_is_in_the_home_folder(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        path = cache.path_of(MACHINE, 2)
+        assert path is not None
+        assert path.parent == Path.home() / ".cache" / "vllm_commext" / "allreduce"
 
     def test_without_a_home_there_is_none_and_no_error(
         self, monkeypatch: pytest.MonkeyPatch
@@ -429,7 +431,7 @@ class TestCache:
             raise RuntimeError("Could not determine home directory.")
 
         monkeypatch.setattr(Path, "home", none)
-        assert cache.folder({}) is None
-        assert cache.load(MACHINE, 2, environ={}) is None
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache.load(MACHINE, 2) is None
         with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
-            cache.save(MACHINE, self.table, environ={})
+            cache.save(MACHINE, self.table)

@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
 
 from vllm_commext.shm.codec import StepClasses
-from vllm_commext.shm.ends import Reader, Writer
-from vllm_commext.shm.queue import MessageQueue
+from vllm_commext.shm.queue import MessageQueue, Reader, Writer
 
 from .test_steps import CLASSES, exactly, step
 

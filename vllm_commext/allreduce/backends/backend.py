@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.limits import ITEM_BYTES, Message
 
 if TYPE_CHECKING:
@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One way to sum a tensor over all ranks.
-
-    Attributes:
-        name: one of `names.BACKENDS`.
-    """
+    """One way to sum a tensor over all ranks; `name` is one of `limits.BACKENDS`."""
 
     name: str
 
@@ -54,13 +50,10 @@ class Ready:
 
 
 class CustomBackend(Ready):
-    """vLLM's custom all-reduce; vLLM creates it and registers its buffers after a capture.
+    """vLLM's ``CustomAllreduce``, which vLLM creates, and whose buffers it registers after a
+    capture."""
 
-    Args:
-        communicator: vLLM's ``CustomAllreduce``, not disabled.
-    """
-
-    name = names.CUSTOM
+    name = limits.CUSTOM
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
@@ -75,14 +68,10 @@ class CustomBackend(Ready):
 
 
 class NcclBackend(Ready):
-    """NCCL, through vLLM's own binding where that has found the library, else through torch.
+    """NCCL, through vLLM's ``PyNcclCommunicator`` where that has found the library, else through
+    torch and the process group of the GPUs."""
 
-    Args:
-        pynccl: vLLM's ``PyNcclCommunicator``, or None.
-        device_group: the process group of the GPUs.
-    """
-
-    name = names.NCCL
+    name = limits.NCCL
 
     def __init__(self, pynccl: Any, device_group: "ProcessGroup | None") -> None:
         self._pynccl, self._device_group = pynccl, device_group

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from vllm_commext.allreduce import limits, multicast, names
+from vllm_commext.allreduce import limits, multicast
 from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
@@ -201,15 +201,14 @@ class FlashInferBackend:
     start only once it has ended: letting it start early is what gave NaNs for few tokens.
 
     Args:
-        group: a process group that sends objects without a GPU.
+        group: sends objects without a GPU.
         max_message_bytes: above it other backends serve; it bounds the workspaces.
-        workspaces: where they are kept; those of the process unless a test has its own.
 
     Raises:
         UnsupportedError: FlashInfer is missing, too old, or cannot be compiled, on this rank.
     """
 
-    name = names.FLASHINFER_ONE_SHOT
+    name = limits.FLASHINFER_ONE_SHOT
 
     def __init__(
         self,

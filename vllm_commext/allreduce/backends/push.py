@@ -8,7 +8,7 @@ copy into memory that peers can read, which all other kernels that take a plain 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_commext.allreduce import limits, names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.backends.backend import Ready
 from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.gpu import launch
@@ -39,14 +39,10 @@ class PushLayout:
 
     It has two halves. Between two ranks, a half is the peer's message. Between more it is, from
     every peer, the chunks that this rank sums, and then the sums of the whole message.
-
-    Attributes:
-        world_size: ranks, 2 to 8.
-        max_bytes: of the largest message.
     """
 
-    world_size: int
-    max_bytes: int
+    world_size: int  # 2 to 8
+    max_bytes: int  # of the largest message
 
     @property
     def kernel(self) -> str:
@@ -141,9 +137,9 @@ class PushMemory:
 
 class PushBackend(Ready):
     """A group's kernel with its memory, which other kernels of ours may use too; collective to
-    create. One launch takes messages of `num_bytes`.
+    create. One launch takes messages of `num_bytes`, on one stream at a time.
 
-    It serves one stream at a time. A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
+    A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
     its kernel with an error of CUDA's, and with it the process's use of the GPU.
 
     Raises:
@@ -151,7 +147,7 @@ class PushBackend(Ready):
             rank; all ranks raise it.
     """
 
-    name = names.PUSH
+    name = limits.PUSH
 
     def __init__(self, num_bytes: int, collective: "Collective") -> None:
         self._rank = collective.rank

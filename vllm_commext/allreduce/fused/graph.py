@@ -232,14 +232,8 @@ def _call_fake(ops: Ops, arguments: Sequence[Any], bias: dict[str, Any]) -> Any:
 
 
 def can_absorb(ops: Ops, norm: Any, inside: Collection[fx.Node], epilogue: str, scale: Any) -> bool:
-    """Check that our op can take a quantiser in.
-
-    Args:
-        norm: what is quantised.
-        inside: the quantiser's nodes, the only users of the norm.
-        epilogue: of `fused_layout.EPILOGUES`.
-        scale: the node of a given scale, or None.
-    """
+    """Check that our op can take in a quantiser, whose nodes `inside` are the only users of the
+    norm; `epilogue` is one of `layout.EPILOGUES`, `scale` a node or None."""
     if not _calls(norm, operator.getitem) or norm.args[1] != 0 or len(norm.args[0].args) > OPERANDS:
         return False
     fused = norm.args[0]

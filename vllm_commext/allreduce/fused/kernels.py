@@ -9,7 +9,7 @@ bits whichever form serves it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.backends.push import TIMEOUT_SECONDS, PushMemory
 from vllm_commext.allreduce.fused import layout
 from vllm_commext.allreduce.fused.layout import (
@@ -108,11 +108,8 @@ class FusedKernels:
         self._arguments = made
 
     def prepare(self, shape: FusedShape, forms: Sequence[Form]) -> None:
-        """Compile and load; collective, and never while a graph is captured.
-
-        Raises:
-            UnsupportedError: it failed on some rank; all ranks raise it.
-        """
+        """Compile and load; collective, and never while a graph is captured. All ranks raise
+        UnsupportedError where it failed on one."""
         self._collective.agree(lambda: self._load(shape, forms))
 
     def _load(self, shape: FusedShape, forms: Sequence[Form]) -> None:
@@ -178,18 +175,13 @@ class PushFused:
     """Our kernels as `FusedNorm` calls them: one launch, or several where the staging memory holds
     a part of the rows."""
 
-    name = names.FUSED_PUSH
+    name = limits.FUSED_PUSH
 
     def __init__(self, kernels: FusedKernels, world_size: int) -> None:
         self._kernels, self._world_size = kernels, world_size
 
     def prepare(self, shape: FusedShape) -> None:
-        """Compile and load every form that a number of rows may need; collective, and never while
-        capturing.
-
-        Raises:
-            UnsupportedError: it failed on some rank; all ranks raise it.
-        """
+        """Load every form that a number of rows may need; see `FusedKernels.prepare`."""
         self._kernels.prepare(shape, layout.forms(shape, self._world_size))
 
     def takes(self, shape: FusedShape, num_rows: int) -> bool:

@@ -45,11 +45,8 @@ class FusedShape:
 
     Attributes:
         dtype: of input, residual and output, a key of `ELEMENT_CODES`.
-        weight_dtype: of the norm's weights, likewise.
         hidden: elements of a row.
-        residual: whether one is added.
         weight_bias: added to each weight: 1 for Gemma's norm, else 0.
-        epilogue: `NORM`, `STATIC_FP8`, `ROW_FP8` or `GROUP_FP8`.
         scale_alignment: of `GROUP_FP8`: 0 where a row's scales lie side by side; else a group's
             scales of all rows do, and so many of them fit between two groups as are a multiple of
             this: 1, or 4 for what loads 16 bytes at a time.
@@ -82,15 +79,10 @@ class FusedShape:
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel and its block, which takes a row at a time.
+    """A kernel and its block, which takes a row at a time."""
 
-    Attributes:
-        kernel: `ONE_PHASE` or `TWO_PHASE`: its name and that of its file.
-        warps: of a block.
-    """
-
-    kernel: str
-    warps: int
+    kernel: str  # `ONE_PHASE` or `TWO_PHASE`: its name and that of its file
+    warps: int  # of a block
 
     @property
     def blocks_per_multiprocessor(self) -> int:
@@ -152,31 +144,19 @@ def forms(shape: FusedShape, world_size: int) -> tuple[Form, ...]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of a matrix in memory, one a row.
-
-    Attributes:
-        count: of pieces.
-        num_bytes: of a piece, a multiple of `PIECE_ALIGNMENT`.
-        stride: bytes from one's beginning to the next's.
-    """
+    """Pieces of a matrix in memory, one a row."""
 
     count: int
-    num_bytes: int
-    stride: int
+    num_bytes: int  # of a piece, a multiple of `PIECE_ALIGNMENT`
+    stride: int  # bytes from one's beginning to the next's
 
 
 NOTHING = Pieces(0, 0, 0)
 
 
 def pieces(rows: int, row_bytes: int, stride: int, multiprocessors: int, total: int) -> Pieces:
-    """Pieces of a matrix to prefetch: the beginning of those rows that are begun with.
-
-    Args:
-        rows: of the matrix, one a column of the product.
-        row_bytes: of a row.
-        stride: bytes from one row's beginning to the next's.
-        total: bytes at most.
-    """
+    """Pieces of a matrix to prefetch, `total` bytes at most: the beginning of those rows that are
+    begun with. A row of the matrix is a column of the product."""
     covered = min(rows, multiprocessors * TILE_ROWS, total // PIECE_ALIGNMENT)
     if covered < 1 or stride % PIECE_ALIGNMENT:
         return NOTHING

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused.kernels import Operands, Outputs, PushFused, make_outputs
 from vllm_commext.allreduce.fused.layout import (
@@ -75,14 +75,10 @@ def _fp8(wide: torch.Tensor) -> torch.Tensor:
 
 
 class FusedNorm:
-    """Server of the op for one group.
-
-    Args:
-        apart: serves what our kernels do not: the sum over ranks and the rest, one after the other.
-        ours: our kernels, which serve it in one launch; None where the group has none.
+    """Server of the op for one group: our kernels, None where it has none, or what serves the sum
+    over ranks and the rest one after the other. The policy is the same on all ranks.
 
     Attributes:
-        policy: chooses among them; the same on all ranks.
         calls: by the name of who served them. Under CUDA graphs a call counts where it is captured.
     """
 
@@ -95,11 +91,11 @@ class FusedNorm:
         shape, x = given.shape, given.x
         ours = self._usable(shape, x)
         ranking = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)
-        known = (name for name in ranking if name in (names.FUSED_PUSH, names.UNFUSED))
-        if ours is not None and next(known, names.UNFUSED) == names.FUSED_PUSH:
-            self.calls[names.FUSED_PUSH] += 1
+        known = (name for name in ranking if name in (limits.FUSED_PUSH, limits.UNFUSED))
+        if ours is not None and next(known, limits.UNFUSED) == limits.FUSED_PUSH:
+            self.calls[limits.FUSED_PUSH] += 1
             return ours.run(given)
-        self.calls[names.UNFUSED] += 1
+        self.calls[limits.UNFUSED] += 1
         return self._apart(given)
 
     def leads(
@@ -110,7 +106,7 @@ class FusedNorm:
         shape = _shape(x, residual, weight, "norm", None, weight_bias)
         ours = self._usable(shape, x)
         first = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)[:1]
-        return ours is not None and first == (names.FUSED_PUSH,)
+        return ours is not None and first == (limits.FUSED_PUSH,)
 
     def _usable(self, shape: FusedShape, x: torch.Tensor) -> PushFused | None:
         """Our kernels, where they are ready on all ranks and take the rows. They are prepared

@@ -6,15 +6,13 @@ that was measured.
 """
 
 import functools
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from vllm_commext import private_files
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_over, digest
 from vllm_commext.allreduce.table.table import Row, Table, decode, encode
 from vllm_commext.errors import ConfigError
@@ -29,19 +27,12 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Thresholds(NamedTuple):
-    """Message sizes in bytes at which the ranking of bfloat16 changes on one kind of machine.
+    """Message sizes in bytes at which the ranking of bfloat16 changes on one kind of machine."""
 
-    Attributes:
-        flashinfer_first: up to here FlashInfer's one-shot kernel is faster than `push`.
-        flashinfer_second: up to here it is faster than NCCL.
-        fused_dtypes: in which our launch with residual and norm was measured; it led throughout.
-        fused_last: the largest message so measured.
-    """
-
-    flashinfer_first: int
-    flashinfer_second: int
-    fused_dtypes: tuple[str, ...] = ()
-    fused_last: int = 64 * MIB
+    flashinfer_first: int  # up to here FlashInfer's one-shot kernel is faster than `push`
+    flashinfer_second: int  # up to here it is faster than NCCL
+    fused_dtypes: tuple[str, ...] = ()  # in which our launch with the norm was measured; it led
+    fused_last: int = 64 * MIB  # the largest message so measured
 
 
 LAST = 64 * MIB  # the largest message that was measured without the norm
@@ -62,15 +53,9 @@ class Entry(msgspec.Struct, frozen=True):
     table: msgspec.Raw
 
 
-def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Folder of the files: the XDG cache folder, else the one in the home folder; None without."""
-    return private_files.cache_folder("allreduce", environ)
-
-
-def path_of(
-    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
-) -> Path | None:
-    where = folder(environ)
+def path_of(machine: Machine, world_size: int, hidden: int = HIDDEN) -> Path | None:
+    """Return the file in the user's cache folder; None where the user has none."""
+    where = private_files.cache_folder("allreduce")
     name = f"tp{world_size}_{hidden}_{digest(machine, world_size)}.json"
     return None if where is None else where / name
 
@@ -88,28 +73,20 @@ def _read(path: Path | None, hidden: int, world_size: int) -> tuple[Machine, Tab
     return (entry.machine, table) if fits else None
 
 
-def load(
-    machine: Machine, world_size: int, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
-) -> Table | None:
-    """Read what was measured on that machine and still holds, or None; a file that cannot be read
-    is none."""
-    found = _read(path_of(machine, world_size, hidden, environ), hidden, world_size)
+def load(machine: Machine, world_size: int, hidden: int = HIDDEN) -> Table | None:
+    """Read what was measured on that machine and still holds; None, too, of a damaged file."""
+    found = _read(path_of(machine, world_size, hidden), hidden, world_size)
     if found is None or not found[0].is_like(machine):
         return None
     return carried_over(found[1], found[0], machine)
 
 
-def save(
-    machine: Machine, table: Table, hidden: int = HIDDEN, environ: Mapping[str, str] = os.environ
-) -> Path:
-    """Write the table, whole or not at all, and return the file.
+def save(machine: Machine, table: Table, hidden: int = HIDDEN) -> Path:
+    """Write the table and return the file. OSError where the folder cannot be written.
 
     Dtypes that the table does not have keep what was measured of them with the same libraries.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
-    path = path_of(machine, table.world_size, hidden, environ)
+    path = path_of(machine, table.world_size, hidden)
     if path is None:
         raise FileNotFoundError("there is no cache folder: set HOME or XDG_CACHE_HOME")
     found = _read(path, hidden, table.world_size)
@@ -127,13 +104,13 @@ def builtin_table(gpu: str, world_size: int) -> Table | None:
     known = BUILTIN.get((gpu, world_size))
     if known is None:
         return None
-    flashinfer, ours = names.FLASHINFER_ONE_SHOT, (names.PUSH,)
+    flashinfer, ours = limits.FLASHINFER_ONE_SHOT, (limits.PUSH,)
     rows = (
-        Row(known.flashinfer_first, (flashinfer, *ours, names.NCCL)),
-        Row(known.flashinfer_second, (*ours, flashinfer, names.NCCL)),
-        Row(LAST, (*ours, names.NCCL)),
+        Row(known.flashinfer_first, (flashinfer, *ours, limits.NCCL)),
+        Row(known.flashinfer_second, (*ours, flashinfer, limits.NCCL)),
+        Row(LAST, (*ours, limits.NCCL)),
     )
-    fused = (Row(known.fused_last, (names.FUSED_PUSH, names.UNFUSED)),)
+    fused = (Row(known.fused_last, (limits.FUSED_PUSH, limits.UNFUSED)),)
     return Table(
         world_size,
         {"bfloat16": rows[0 if known.flashinfer_first else 1 :]},
@@ -149,7 +126,6 @@ def find_table(
     *,
     use_cache: bool = True,
     in_engines: bool = False,
-    environ: Mapping[str, str] = os.environ,
 ) -> Table | None:
     """Return what was measured on this machine with such rows, else what is built in, else None;
     always None without peer access.
@@ -159,7 +135,7 @@ def find_table(
     """
     if machine.link == NO_ACCESS:
         return None
-    measured = load(machine, world_size, hidden, environ) if use_cache else None
+    measured = load(machine, world_size, hidden) if use_cache else None
     serves = not in_engines or (machine.gpu, world_size) in IN_ENGINES
     known = builtin_table(machine.gpu, world_size) if serves else None
     if measured is None or measured.fused or known is None:

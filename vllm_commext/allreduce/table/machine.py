@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.gpu.nvrtc import SOURCES
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 NO_ACCESS = "no peer access"  # instead of how GPUs are joined, where nothing can go over it
 # A library's minor release may bring other kernels: what was measured of its own is void then.
-COLUMNS = {"flashinfer": (names.FLASHINFER_ONE_SHOT, names.FUSED_FLASHINFER), "nccl": (names.NCCL,)}
+COLUMNS = {
+    "flashinfer": (limits.FLASHINFER_ONE_SHOT, limits.FUSED_FLASHINFER),
+    "nccl": (limits.NCCL,),
+}
 MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
 DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
 NEVER = ("LOC", "0")  # of `LEVEL`
@@ -36,19 +39,11 @@ def own_kernels() -> str:
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All on which the speed of an all-reduce depends.
+    """All on which the speed of an all-reduce depends."""
 
-    Attributes:
-        gpu: the GPU's name, as the driver gives it.
-        link: how the GPUs are joined, such as ``NV18`` for every pair, ``unknown``, or `NO_ACCESS`.
-        driver: the driver's version; `torch`, `nccl`, `flashinfer` and `vllm` likewise, empty where
-            there is none. Other versions leave a measurement of the kernels as it is.
-        kernels: `own_kernels`.
-    """
-
-    gpu: str
-    link: str
-    driver: str
+    gpu: str  # the driver's name of it
+    link: str  # of every pair, such as ``NV18``, ``unknown``, or `NO_ACCESS`
+    driver: str  # its version, as of the libraries; empty where there is none
     torch: str
     nccl: str
     flashinfer: str
@@ -99,7 +94,7 @@ def carried_over(table: Table, then: Machine, now: Machine) -> Table:
         if getattr(then, name) != getattr(now, name)
     )
     origin = f"{table.origin}, with {before}" if before else table.origin
-    rows, fused = kept(table.rows, names.VLLM), kept(table.fused, names.UNFUSED)
+    rows, fused = kept(table.rows, limits.VLLM), kept(table.fused, limits.UNFUSED)
     return Table(table.world_size, rows, origin, fused)
 
 
@@ -109,10 +104,7 @@ def is_refused(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def have_access(device: "torch.device", environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether every pair of the GPUs that this process sees has peer access.
-
-    A process that sees one GPU, or none, counts as having access.
-    """
+    """Return whether every pair of the GPUs that this process sees has peer access."""
     import torch
 
     if is_refused(environ):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.limits import Message, message_of_bytes
 from vllm_commext.allreduce.table.table import median_of_slowest
@@ -96,19 +96,19 @@ def fused_calls(
     found: dict[str, Fused] = {}
     rows, hidden = message.shape
     shape = FusedShape(message.dtype, message.dtype, hidden)
-    push = dispatcher.backends.get(names.PUSH)
+    push = dispatcher.backends.get(limits.PUSH)
     if isinstance(push, PushBackend):
         ours = PushFused(FusedKernels(push.memory, collective), collective.world_size)
         if is_prepared(ours, shape) and ours.takes(shape, rows):
-            found[names.FUSED_PUSH] = lambda x, residual, weight, eps: ours.run(
+            found[limits.FUSED_PUSH] = lambda x, residual, weight, eps: ours.run(
                 Operands(shape, x, residual, weight, eps)
             )
-    theirs = dispatcher.backends.get(names.FLASHINFER_ONE_SHOT)
+    theirs = dispatcher.backends.get(limits.FLASHINFER_ONE_SHOT)
     # In float32 it has ended with an illegal memory access.
     if isinstance(theirs, FlashInferBackend) and message.dtype != "float32":
         theirs.prepare(message)
         if theirs.is_ready(message) and theirs.takes(message):
-            found[names.FUSED_FLASHINFER] = theirs.add_norm
+            found[limits.FUSED_FLASHINFER] = theirs.add_norm
     return found
 
 
@@ -225,12 +225,11 @@ def measure_backends(
 
     Args:
         progress: called with each dtype, size and its times.
-        norm: measure all-reduces in their place: after a matrix product, and with this norm after
-            them; and with them who serves both in one launch. None for chains of all-reduces alone.
+        norm: measure all-reduces after a matrix product and before this norm, and with them who
+            serves both in one launch; None for chains of all-reduces alone.
 
     Returns:
-        By dtype and size, the microseconds of each backend, with the norm where one is given but
-            without the product.
+        By dtype and size, the microseconds of each backend, without the product.
     """
     end = time.monotonic() + options.seconds
     times: dict[str, TimesBySize] = {dtype: {} for dtype in options.dtypes}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from vllm_commext.allreduce import names
+from vllm_commext.allreduce import limits
 from vllm_commext.errors import ConfigError
 
 SCHEMA = 1
@@ -17,27 +17,20 @@ Times = Mapping[str, float]
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One range of sizes.
-
-    Attributes:
-        max_bytes: the largest message of the range; it begins where the row before ends.
-        ranking: backends, the fastest first; the next one serves what the first cannot take.
-    """
+    """One range of sizes, which begins where the row before ends."""
 
     max_bytes: int
-    ranking: tuple[str, ...]
+    ranking: tuple[str, ...]  # the fastest first; the next one serves what the first cannot take
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ranges of each dtype.
 
     Attributes:
-        world_size: the ranks that took part in the measurement.
         rows: by dtype, in rising order of size. Beyond the last nothing is known.
         origin: where the figures come from, in words, for the log.
         fused: as `rows`, of an all-reduce with the residual and the norm after it: who of
-            `names.FUSED` is fastest. Beyond the last range its ranking goes on.
-        schema: changes when a field changes its meaning.
+            `limits.FUSED` is fastest. Beyond the last range its ranking goes on.
     """
 
     world_size: int
@@ -62,7 +55,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ()
 
     def fused_ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
-        """Members of `names.FUSED`, the fastest first; none where nothing is known of the dtype."""
+        """Members of `limits.FUSED`, the fastest first; none of a dtype that is not known."""
         rows = self.fused.get(dtype, ())
         fitting = (row.ranking for row in rows if num_bytes <= row.max_bytes)
         return next(fitting, rows[-1].ranking if rows else ())
@@ -71,12 +64,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The table of one dtype where kernels of ours alone take part, and only where they come
         first: all else is left to vLLM. None where they never do."""
         rows = [
-            Row(row.max_bytes, (names.PUSH if row.ranking[0] == names.PUSH else names.VLLM,))
+            Row(row.max_bytes, (limits.PUSH if row.ranking[0] == limits.PUSH else limits.VLLM,))
             for row in self.rows.get(dtype, ())
         ]
         fused = self.fused.get(dtype, ())
         first = {row.ranking[0] for row in (*rows, *fused)}
-        if not first.intersection((names.PUSH, names.FUSED_PUSH)):
+        if not first.intersection((limits.PUSH, limits.FUSED_PUSH)):
             return None
         return Table(
             self.world_size, {dtype: tuple(rows)}, self.origin, {dtype: fused} if fused else {}
@@ -88,7 +81,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(led, default=0)
 
     def leads_fused(self, name: str) -> int:
-        """The largest size of any dtype at which one of `names.FUSED` comes first, or 0."""
+        """The largest size of any dtype at which one of `limits.FUSED` comes first, or 0."""
         rows = [row for of in self.fused.values() for row in of]
         return max((row.max_bytes for row in rows if row.ranking[0] == name), default=0)
 
@@ -109,11 +102,8 @@ def decode(text: bytes | str) -> Table:
 
 
 def median_of_slowest(samples_by_rank: Sequence[Sequence[float]]) -> float:
-    """The median over samples of the slowest rank's time; ranks give equally many samples.
-
-    Raises:
-        ValueError: there is no sample, or ranks differ in their number.
-    """
+    """The median over samples of the slowest rank's time; ValueError where ranks give no sample or
+    another number of them."""
     slowest = [max(sample) for sample in zip(*samples_by_rank, strict=True)]
     if not slowest:
         raise ValueError("expected at least one sample")
@@ -123,14 +113,9 @@ def median_of_slowest(samples_by_rank: Sequence[Sequence[float]]) -> float:
 def crossover(low: int, high: int, incumbent: Sequence[float], rival: Sequence[float]) -> int:
     """The largest size up to which the incumbent is kept, between two measured sizes.
 
-    Both times are taken as straight lines over the logarithm of the size.
-
-    Args:
-        low: a size in bytes at which the incumbent won; `high`, a larger one, the rival's.
-        incumbent: its times at both sizes; `rival` has the other's.
-
-    Returns:
-        A size in [low, high), `low` where the rival wins from there on.
+    Both times are straight lines over the logarithm of the size. The incumbent won at `low` bytes,
+    the rival at `high`; each has its times at both. Returns a size in [low, high), `low` where the
+    rival wins from there on.
     """
     ahead, behind = rival[0] - incumbent[0], incumbent[1] - rival[1]
     if ahead <= 0 or behind <= 0:
@@ -152,14 +137,9 @@ def _ranked(times: Times, incumbent: str | None, min_gain: float) -> tuple[str, 
 
 
 def build_rows(times: Mapping[int, Times], min_gain: float = MIN_GAIN) -> tuple[Row, ...]:
-    """Build ranges of sizes from measured times.
+    """A row for each run of sizes with one ranking; a change falls where the two lines cross.
 
-    Args:
-        times: by size in bytes, the microseconds of each backend that could take it.
-        min_gain: see `MIN_GAIN`.
-
-    Returns:
-        A row for each run of sizes with one ranking; a change falls where the two lines cross.
+    *times*: by size in bytes, the microseconds of each backend that could take it.
     """
     rows: list[Row] = []
     before: tuple[int, tuple[str, ...]] | None = None
@@ -200,20 +180,20 @@ def build_table(times: Mapping[str, Mapping[int, Times]], world_size: int, origi
 def apart_and_fused(
     times: Mapping[int, Times],
 ) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
-    """By size, the times of the backends, and those of `names.FUSED`, among which the fastest of
+    """By size, the times of the backends, and those of `limits.FUSED`, among which the fastest of
     the backends stands for all of them."""
     plain = {
-        size: {name: time for name, time in of.items() if name not in names.FUSED}
+        size: {name: time for name, time in of.items() if name not in limits.FUSED}
         for size, of in times.items()
     }
     fused = {
-        size: {name: of[name] for name in names.FUSED if name in of}
+        size: {name: of[name] for name in limits.FUSED if name in of}
         for size, of in times.items()
-        if names.FUSED_PUSH in of
+        if limits.FUSED_PUSH in of
     }
     for size, of in fused.items():
         if plain[size]:
-            of[names.UNFUSED] = min(plain[size].values())
+            of[limits.UNFUSED] = min(plain[size].values())
     return plain, fused
 
 

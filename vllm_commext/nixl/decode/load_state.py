@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_commext.errors import CommextError
+from vllm_commext.errors import CommextError, Reason
 from vllm_commext.nixl.wire.messages import FoundBlocks
 from vllm_commext.nixl.wire.params import TransferParams
-from vllm_commext.reasons import Reason
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_commext.errors import Reason
 from vllm_commext.nixl.wire.params import as_key
-from vllm_commext.reasons import Reason
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

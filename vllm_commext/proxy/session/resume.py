@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from vllm_commext.errors import Reason
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reason
-from vllm_commext.reasons import Reason
 
 MAX_RESUMES = 4
 MAX_SHARE = 1 / 16

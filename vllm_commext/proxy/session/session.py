@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from vllm_commext.errors import Reason
 from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Keepers
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.pool import DECODE, Engine
@@ -30,7 +31,6 @@ from vllm_commext.proxy.session.resume import Resume, Room
 from vllm_commext.proxy.session.steps import Asked, Attempt, Tries
 from vllm_commext.proxy.session.transcript import Transcript
 from vllm_commext.proxy.session.upstream import Upstream
-from vllm_commext.reasons import Reason
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -9,10 +9,10 @@ to a decode engine as it is.
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_commext.errors import Reason
 from vllm_commext.proxy.http.body import LENGTHS, RawJson
 from vllm_commext.proxy.http.endpoints import COMPLETIONS, Endpoint, prompt_tokens
 from vllm_commext.proxy.outcome import bad_request
-from vllm_commext.reasons import Reason
 
 
 class AtOnce(Reason):
