@@ -21,9 +21,7 @@ from tests.gpu.reduce_rms_rows import EPS, PLACE, Rank, Rows, qk_rms_norm, settl
 from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.reduce_rms.kernel import slot_bytes
-from vllm_commext.reduce_rms.workspace import (
-    LamportWorkspace,
-)
+from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
 split_qk_rms_norm = torch.ops.vllm_commext.split_qk_rms_norm
 reduce_rms_norm = torch.ops.vllm_commext.reduce_rms_norm
@@ -70,53 +68,6 @@ def check_exact(rank: Rank) -> Figures:
     settle(workspace)
     workspace.cleanup()
     return worst
-
-
-def check_same_statistics(rank: Rank) -> Figures:
-    """A column of ones with weight one shows the factor itself, in float32, on every rank."""
-    workspace = rank.workspace()
-    differing = 0
-    for tokens in (1, 100, 500, 3000):
-        rows = rank.minimax(tokens, tokens, torch.float32)
-        rows.qkv[:, 0] = rows.qkv[:, rows.q] = 1.0
-        rows.q_weight[0] = rows.k_weight[0] = 1.0
-        q, k = rank.call(rows, workspace.handle)
-        bits = torch.stack([q[:, 0], k[:, 0]]).view(torch.int32).cpu()
-        everybody: list[Any] = [None] * rank.world
-        dist.all_gather_object(everybody, bits)
-        differing += sum(int((bits != other).sum()) for other in everybody)
-    settle(workspace)
-    workspace.cleanup()
-    assert differing == 0, f"{differing} factors differ between ranks"
-    return {"differing": differing}
-
-
-def check_special_values(rank: Rank) -> Figures:
-    workspace = rank.workspace()
-    values = (0.0, -0.0, 1e-39, float("inf"), float("-inf"), float("nan"))
-    for dtype in (torch.bfloat16, torch.float32):
-        for value in values:
-            for everywhere in (False, True):
-                rows = rank.minimax(11, 9, dtype)
-                if everywhere:
-                    rows.all[1][3:6] = value
-                else:
-                    rows.all[1][3, 17] = rows.all[1][4, rows.q + 3] = value
-                rows.recompute()
-                q, k = rank.call(rows, workspace.handle)
-                for out, want in ((q, rows.q_want), (k, rows.k_want)):
-                    assert torch.equal(out.isnan(), want.isnan()), (dtype, value)
-                    assert torch.equal(out.isinf(), want.isinf()), (dtype, value)
-                    close = torch.isclose(out.double(), want, rtol=2**-7, atol=1e-37)
-                    assert bool(close[want.isfinite()].all()), (dtype, value)
-    for value in (0.0, -0.0):
-        rows = rank.minimax(12, 700)
-        rows.qkv.fill_(value)
-        q, k = rank.call(rows, workspace.handle)
-        assert float(q.abs().max()) == float(k.abs().max()) == 0.0
-    settle(workspace)
-    workspace.cleanup()
-    return {"values": len(values)}
 
 
 class Verifier:
@@ -325,30 +276,6 @@ def check_create_and_destroy(rank: Rank) -> Figures:
     grown = free[9] - free[-1]
     assert grown <= 4 << 20, f"{grown} bytes in 40 rounds"
     return {"grown_bytes": grown}
-
-
-def check_batch_invariant(rank: Rank) -> Figures:
-    """A row has the same bits alone, in parts, and with rows before it, where it is to have."""
-    workspace = rank.workspace(batch_invariant=True)
-    batches = 0
-    for dtype in PLACE:
-        rows = rank.minimax(3, 5000, dtype)
-
-        def call(qkv: torch.Tensor, rows: Rows = rows) -> tuple[torch.Tensor, torch.Tensor]:
-            return qk_rms_norm(qkv, rows.q_weight, rows.k_weight, workspace.handle, EPS)
-
-        whole = call(rows.qkv)
-        for begin, end in ((0, 1), (7, 8), (0, 64), (100, 700), (64, 5000)):
-            part = call(rows.qkv[begin:end].contiguous())
-            for mine, want in zip(part, whole, strict=True):
-                assert torch.equal(mine, want[begin:end]), (dtype, begin, end)
-            batches += 1
-        padded = call(torch.cat([torch.ones_like(rows.qkv[:13]), rows.qkv[:40]]))
-        for mine, want in zip(padded, whole, strict=True):
-            assert torch.equal(mine[13:], want[:40]), dtype
-    settle(workspace)
-    workspace.cleanup()
-    return {"batches": batches}
 
 
 def check_two_groups(rank: Rank) -> Figures:

@@ -46,11 +46,6 @@ class Rows:
         factor = torch.rsqrt(mean + EPS).unsqueeze(-1)
         return self.qkv[:, start:stop].double() * factor * weight.double()
 
-    def recompute(self) -> None:
-        """After a change of `all`."""
-        self.q_want = self._want(0, self.q, self.q_weight)
-        self.k_want = self._want(self.q, self.q + self.kv, self.k_weight)
-
 
 def ulps(out: torch.Tensor, want: torch.Tensor) -> float:
     """Largest error in units of the output's last place."""

@@ -4,7 +4,6 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-import cpu_env
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -49,7 +48,3 @@ def test_the_extras_are_those_that_the_readme_installs() -> None:
     for path in ("deploy/constraints.txt", "docs/upgrading.md"):
         text = (ROOT / path).read_text()
         assert f'pip install -c deploy/constraints.txt ".[{named}]"' in text, path
-
-
-def test_nixl_is_the_one_that_the_tests_run_with() -> None:
-    assert {PINNED[name] for name in PINNED if name.startswith("nixl")} == {cpu_env.NIXL}

@@ -1,16 +1,13 @@
 """Digests of vLLM's source, the table of them, and the canary, on a package that is only here."""
 
-import sys
 from pathlib import Path
 
-import canary
 import known_sources
 import pytest
-from known_sources import SourceError
 
 from vllm_commext.compat import fits
 from vllm_commext.compat.fits import NOT_THERE, SET, TESTED, digest
-from vllm_commext.compat.parts import PARTS, Part
+from vllm_commext.compat.parts import Part
 
 TEXT = '''
 """A module."""
@@ -87,13 +84,6 @@ def test_the_table_has_every_name_of_every_part_in_every_release() -> None:
         assert NOT_THERE not in digests, symbol
 
 
-def test_a_release_read_anew_takes_the_place_of_what_was_known(tmp_path: Path) -> None:
-    symbol = PARTS[0].sources[0]
-    known = {symbol: {"aaa": "0.32 0.33", "bbb": "0.31"}}  # of a window before this one
-    made = known_sources.updated(known, "0.33", tmp_path)
-    assert made[symbol] == {"aaa": "0.32", NOT_THERE: "0.33"}
-
-
 def test_the_nearest_release_is_named_and_the_functions_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,33 +97,3 @@ def test_the_nearest_release_is_named_and_the_functions_that_differ(
     part = Part("a part", "nixl", (step, limit))
     assert fits.compare(part, root) == ("0.32", [])
     assert fits.compare(part, tmp_path / "nowhere") == ("0.33", [step, limit])
-
-
-def test_the_canary_says_what_a_vllm_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = f'{TEXT}\nwarn("deprecated, and will be removed in v0.99.0")\n'
-    root = write(tmp_path, text)
-    metadata = root / "vllm-0.40.0.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Name: vllm\nVersion: 0.40.0\n")
-    monkeypatch.setattr(canary, "newest", lambda: dict.fromkeys(canary.RELEASES, "9.9"))
-    monkeypatch.setattr(sys, "argv", ["canary", "--source", str(root)])
-    assert canary.main() == 1
-    said = capsys.readouterr().out
-    assert "torch: 9.9 is the newest; tested:" in said
-    assert "differs, engine step: EngineCoreProc._process_engine_step" in said
-    assert "KVConnectorFactory.create_connector" in said
-    assert "engine.py:15: warn(" in said
-
-
-def test_an_index_that_cannot_be_asked_is_another_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def nobody() -> dict[str, str]:
-        raise SourceError("nobody answers")
-
-    monkeypatch.setattr(canary, "newest", nobody)
-    monkeypatch.setattr(sys, "argv", ["canary"])
-    assert canary.main() == 2
-    assert "canary: nobody answers" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pytest
 
 from tests.kit.parity import Completion, compare, lines_of, logprob_difference
-from tests.kit.prompts import SHARED_TOKENS, prompt_set
 from vllm_commext.errors import ProtocolError
 
 BLOCK = 32
@@ -61,15 +60,6 @@ def test_an_answer_with_fewer_logprobs_than_tokens_is_refused() -> None:
     choice = {"token_ids": [1, 2], "finish_reason": "length", "logprobs": {"top_logprobs": [{}]}}
     with pytest.raises(ProtocolError, match="1 for 2 tokens"):
         parity._completion((1,), [choice])
-
-
-def test_prompts_are_different_cover_block_edges_and_share_a_prefix() -> None:
-    prompts = prompt_set(36, 1, BLOCK)
-    assert len(set(prompts)) == 36
-    assert {1, BLOCK - 1, BLOCK, BLOCK + 1} <= {len(prompt) for prompt in prompts}
-    heads = [prompt[:SHARED_TOKENS] for prompt in prompts if len(prompt) > SHARED_TOKENS]
-    assert max(heads.count(head) for head in heads) == 12
-    assert prompts == prompt_set(36, 1, BLOCK)
 
 
 def test_only_a_line_feed_ends_a_line_of_a_stream() -> None:

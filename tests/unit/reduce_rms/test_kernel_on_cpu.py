@@ -175,14 +175,19 @@ def test_rows_of_zeros_everywhere_are_no_missing_sums(value: float) -> None:
     assert ranks.failure(0) is None
 
 
-def test_the_bits_do_not_depend_on_the_interleaving() -> None:
+def test_the_bits_do_not_depend_on_the_interleaving_or_the_rank() -> None:
+    """A column of ones with weight one shows the factor itself."""
     shape = Shape("float32", "float32", 3, 328, 72)
     outs = []
     for seed in range(6):
         ranks = Ranks(3, 8)
         streams = make_calls(shape, ranks, [8, 5, 8], seed=4)
+        for call in sum(streams, []):
+            call.rows[:, 0] = call.q_weight[0] = 1.0
         run(shape, Tiling(2, block_teams=2), streams, workers=1 + seed % 3, seed=seed)
         outs.append(torch.cat([call.q.flatten() for calls in streams for call in calls]))
+        for calls in zip(*streams, strict=True):
+            assert all(torch.equal(call.q[:, 0], calls[0].q[:, 0]) for call in calls)
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
