@@ -107,7 +107,7 @@ attack: env ## Attacks on the real proxy and on side channels, each judged by wh
 	$(BIN)/python -m tests.attack --out $(ATTACK_OUT)
 
 fuzz: env ## A million side-channel frames and 100,000 notifications of garbage; SEED=1
-	$(BIN)/python -m tests.chaos.fuzz --seed $(SEED)
+	$(BIN)/python -m tests.chaos.fuzzing --seed $(SEED)
 
 mutants: env ## Flipped operators and constants that the unit tests notice, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)

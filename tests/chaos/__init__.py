@@ -1,1 +1,1 @@
-"""Real servers under faults, and garbage: `python -m tests.chaos`, `python -m tests.chaos.fuzz`."""
+"""Servers under faults, and garbage: `python -m tests.chaos`, `python -m tests.chaos.fuzzing`."""

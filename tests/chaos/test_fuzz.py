@@ -1,7 +1,5 @@
 """Garbage in bulk; ``make fuzz`` sends a million frames and 100,000 notifications."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.chaos.fuzzing import Growth, fuzz_notifications, fuzz_side_channel, is_steady
@@ -32,4 +30,4 @@ def test_what_is_kept_of_every_message_is_no_steady_state() -> None:
         {"num_threads": 1},
         {"num_descriptors": 1},
     ):
-        assert not is_steady(replace(pools, **change))
+        assert not is_steady(pools._replace(**change))
