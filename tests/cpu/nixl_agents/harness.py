@@ -106,10 +106,67 @@ def counted(ends: Ends) -> dict[str, Any]:
     }
 
 
-class Engine:
+class Worker:
+    """A worker's agent and its thread, on rows of memory. ``mapper`` opens the memory of others,
+    ``offer`` makes what they open of its own."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        memory: Sequence[Bytes],
+        layout: CacheLayout,
+        config: ConnectorConfig,
+        *,
+        progress: ProgressTable | None = None,
+        generations: GenerationTable | None = None,
+        facts: dict[str, str] = FACTS,
+        offer: Callable[[Sequence[Bytes]], MappedOffer] | None = None,
+        **local: Any,
+    ) -> None:
+        self.engine_id, self.memory, self.layout, self.config = engine_id, memory, layout, config
+        self.agent, self.tables = NixlAgent(config), WorkerTables(progress, generations)
+        self.agent.register([(row.ctypes.data, row.nbytes) for row in memory], "DRAM", 0)
+        self.tables.register(self.agent)
+        self.offer = None if offer is None else offer(memory)
+        self.description = encode_description(
+            WorkerDescription(
+                engine_id=engine_id,
+                facts=facts,
+                agent_metadata=self.agent.metadata(),
+                memory_type="DRAM",
+                device_id=0,
+                layout=layout,
+                lease_seconds=config.kv_lease_duration,
+                mapped=self.offer,
+                **self.tables.described(),
+            )
+        )
+        self.recorder, self.outcomes = TransferRecorder(), Outcomes()
+        self.recorded = {**empty_data(), "num_read": {}}
+        self.publisher = (
+            Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
+        )
+        own = LocalWorker(engine_id, facts, layout, tables=self.tables, **local)
+        self.thread = TransferThread(
+            self.agent, config, own, self.recorder, publisher=self.publisher
+        )
+        self.thread.start()
+
+    def collect(self) -> Outcomes:
+        """Everything that has ended so far; what is reported twice is an error."""
+        new = self.thread.outcomes.take()
+        for name in ("sent", "received", "failed", "late", "settled"):
+            seen, more = getattr(self.outcomes, name), getattr(new, name)
+            assert not seen & more, f"{name} reported twice: {seen & more}"
+            seen |= more
+        merge(self.recorded, self.recorder.take() or {})
+        merge(self.recorded, counted(self.recorder.take_ends()))
+        return self.outcomes
+
+
+class Engine(Worker):
     """One engine with one worker, or one of the workers of an engine: ``memory`` is a row of bytes
-    for each layer's cache, ``rank`` its place among ``rank.size`` workers.  ``mapper`` opens the
-    memory of others, ``offer`` makes what they open of its own."""
+    for each layer's cache, ``rank`` its place among ``rank.size`` workers."""
 
     def __init__(
         self,
@@ -132,45 +189,27 @@ class Engine:
         offer: Callable[[Sequence[Bytes]], MappedOffer] | None = None,
         **settings: Any,
     ) -> None:
-        self.engine_id = engine_id
         self.incarnation = incarnation or uuid.uuid4().hex
         self.port = port or free_port()
         self.rank = rank
         num_held = num_heads // rank.size
         block_bytes = block_bytes or num_held * HEAD_BYTES
         stride_bytes = stride_bytes or block_bytes + GAP_BYTES
-        self.memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
+        memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
         geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes, dtype)
-        self.layout = _layout(self.memory, names, rank, geometry)
-        self.config = _config(self.port, settings)
-        progress = ProgressTable(1, num_rows=4) if self.config.stream_chunks else None
-        generations = GenerationTable(num_blocks, 64) if self.config.reuse_blocks else None
-        self.agent = NixlAgent(self.config)
-        self.tables = WorkerTables(progress, generations)
-        ranges = [(row.ctypes.data, row.nbytes) for row in self.memory]
-        self.agent.register(ranges, "DRAM", 0)
-        self.tables.register(self.agent)
-        facts = FACTS if facts is None else facts
-        self.offer = None if offer is None else offer(self.memory)
-        self.description = encode_description(self._describe(facts))
-        self.recorder = TransferRecorder()
-        self.recorded = {**empty_data(), "num_read": {}}
-        self.outcomes = Outcomes()
-        local = LocalWorker(
+        config = config_of(self.port, **{"require_fence": False, **settings})
+        super().__init__(
             engine_id,
-            facts,
-            self.layout,
+            memory,
+            _layout(memory, names, rank, geometry),
+            config,
+            progress=ProgressTable(1, num_rows=4) if config.stream_chunks else None,
+            generations=GenerationTable(num_blocks, 64) if config.reuse_blocks else None,
+            facts=FACTS if facts is None else facts,
+            offer=offer,
             mapper=mapper,
-            tables=self.tables,
         )
-        self.publisher = (
-            Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
-        )
-        self.thread = TransferThread(
-            self.agent, self.config, local, self.recorder, publisher=self.publisher
-        )
-        self.thread.start()
         self.server: SideChannelServer | None = None
         if serve:
             self.serve(self.description)
@@ -200,17 +239,6 @@ class Engine:
         }
         return RemoteRequest(**{**values, **changes})
 
-    def collect(self) -> Outcomes:
-        """Everything that has ended so far; what is reported twice is an error."""
-        new = self.thread.outcomes.take()
-        for name in ("sent", "received", "failed", "late", "settled"):
-            seen, more = getattr(self.outcomes, name), getattr(new, name)
-            assert not seen & more, f"{name} reported twice: {seen & more}"
-            seen |= more
-        merge(self.recorded, self.recorder.take() or {})
-        merge(self.recorded, counted(self.recorder.take_ends()))
-        return self.outcomes
-
     def load(self, *loads: Load) -> Outcomes:
         """Submit loads and wait until each is received."""
         for load in loads:
@@ -233,19 +261,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, facts: dict[str, str]) -> WorkerDescription:
-        return WorkerDescription(
-            engine_id=self.engine_id,
-            facts=facts,
-            agent_metadata=self.agent.metadata(),
-            memory_type="DRAM",
-            device_id=0,
-            layout=self.layout,
-            lease_seconds=self.config.kv_lease_duration,
-            mapped=self.offer,
-            **self.tables.described(),
-        )
-
 
 def _layout(
     memory: Sequence[Bytes], names: Sequence[str], rank: Rank, geometry: AttentionGeometry
@@ -257,13 +272,9 @@ def _layout(
     return CacheLayout(rank.size, rank.index, geometry.num_rows, groups, families=[held])
 
 
-def _config(port: int, settings: dict[str, Any]) -> ConnectorConfig:
+def config_of(port: int, **settings: Any) -> ConnectorConfig:
     """With a side channel at *port*, the rest by default or as in *settings*."""
-    defaults = {
-        "backend_params": {"num_threads": "1"},
-        "handshake_timeout": PATIENCE_SECONDS,
-        "require_fence": False,
-    }
+    defaults = {"backend_params": {"num_threads": "1"}, "handshake_timeout": PATIENCE_SECONDS}
     places = {"side_channel_host": HOST, "side_channel_port": port}
     return ConnectorConfig(**places, **{**defaults, **settings})
 

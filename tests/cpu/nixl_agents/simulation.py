@@ -12,24 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from tests.cpu.nixl_agents.harness import BOUND_SECONDS, FACTS, HOST, Bytes, counted, wait_until
+from tests.cpu.nixl_agents import harness
+from tests.cpu.nixl_agents.harness import HOST, config_of, wait_until
 from tests.kit.servers import free_port
 from tests.unit.nixl.cluster_cases import Case, Request
 from tests.unit.nixl.reference_cache import Cache
 from tests.unit.nixl.reference_layout import describe
 from tests.unit.nixl.reference_meaning import Int64Array, as_bytes, differences
 from tests.unit.nixl.reference_stages import Stages, described, names_of, stage_of
-from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import Blocks
-from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables, regions_of
-from vllm_commext.nixl.transfer_thread import TransferThread
-from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
+from vllm_commext.nixl.requests import Chunk, Hold, Listed, Load, RemoteRequest
+from vllm_commext.nixl.stream.progress import ProgressTable, regions_of
 
 LEASE_SECONDS = 600.0
 NO_STAGES: Stages = []
@@ -42,8 +37,8 @@ def places(dealt: Stages, cache: Cache) -> list[tuple[int, int]]:
     return [(stage, rank) for stage in range(len(dealt)) for rank in range(cache.engine.tp_size)]
 
 
-class Worker:
-    """One rank of one stage: an agent, its thread, and its memory."""
+class Worker(harness.Worker):
+    """One rank of one stage, on one row of memory."""
 
     def __init__(
         self,
@@ -57,56 +52,16 @@ class Worker:
         stage: int = 0,
         dealt: Stages,
     ) -> None:
-        self.memory: Bytes = as_bytes(tags)
-        address = self.memory.ctypes.data
-        self.layout = describe(cache, rank, address)
-        splits = self.layout.splits()
+        row = as_bytes(tags)
+        layout = describe(cache, rank, row.ctypes.data)
+        splits = layout.splits()
         if len(dealt) > 1:
-            self.layout = described(cache, dealt, stage, rank, address)
-        config = ConnectorConfig(
-            side_channel_host=HOST,
-            side_channel_port=port,
-            backend_params={"num_threads": "1"},
-            handshake_timeout=BOUND_SECONDS,
-        )
-        self.regions = regions_of(self.layout.groups, stream_tokens)
+            layout = described(cache, dealt, stage, rank, row.ctypes.data)
+        self.regions = regions_of(layout.groups, stream_tokens)
         num_pieces = sum(region.num_pieces for region in self.regions)
         progress = ProgressTable(num_pieces) if stream_tokens else None
-        self.agent, self.tables = NixlAgent(config), WorkerTables(progress)
-        self.publisher = (
-            Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
-        )
-        self.agent.register([(address, self.memory.nbytes)], "DRAM", 0)
-        self.tables.register(self.agent)
-        self.recorder = TransferRecorder()
-        self.recorded = {**empty_data(), "num_read": {}}
-        self.outcomes = Outcomes()
-        local = LocalWorker(engine_id, FACTS, self.layout, other_splits=splits, tables=self.tables)
-        self.thread = TransferThread(self.agent, config, local, self.recorder)
-        self.description = encode_description(
-            WorkerDescription(
-                engine_id=engine_id,
-                facts=FACTS,
-                agent_metadata=self.agent.metadata(),
-                memory_type="DRAM",
-                device_id=0,
-                layout=self.layout,
-                lease_seconds=config.kv_lease_duration,
-                **self.tables.described(),
-            )
-        )
-        self.thread.start()
-
-    def collect(self) -> Outcomes:
-        """Everything that has ended so far; what is reported twice is an error."""
-        new = self.thread.outcomes.take()
-        for name in ("sent", "received", "failed", "late", "settled"):
-            seen, more = getattr(self.outcomes, name), getattr(new, name)
-            assert not seen & more, f"{name} reported twice: {seen & more}"
-            seen |= more
-        merge(self.recorded, self.recorder.take() or {})
-        merge(self.recorded, counted(self.recorder.take_ends()))
-        return self.outcomes
+        config = config_of(port)
+        super().__init__(engine_id, [row], layout, config, progress=progress, other_splits=splits)
 
 
 class Prefill:
@@ -226,7 +181,7 @@ class Prefill:
     def is_untouched(self) -> bool:
         """Whether every worker's memory is as it was."""
         return all(
-            np.array_equal(worker.memory, as_bytes(self._case_of(stage).prefill_memory(rank)))
+            np.array_equal(worker.memory[0], as_bytes(self._case_of(stage).prefill_memory(rank)))
             for (stage, rank), worker in zip(
                 places(self.dealt, self.case.prefill), self.workers, strict=True
             )
@@ -315,7 +270,7 @@ class Decode:
                 right[wanted.offsets] = wanted.tags
                 allowed.append(case.allowed(request))
                 least += len(wanted.offsets)
-            wrong = differences(right, worker.memory, np.concatenate(allowed))
+            wrong = differences(right, worker.memory[0], np.concatenate(allowed))
             if len(wrong):
                 found.append(f"decode worker {number}: {len(wrong)} bytes wrong, first {wrong[0]}")
             num_bytes = worker.recorded["bytes"]

@@ -158,7 +158,7 @@ def test_the_comparison_notices_one_altered_byte(pair: tuple[Size, Size]) -> Non
         rank, stage = (1, 0) if pair[0][0] > 1 else (0, 1)
         there = cluster.prefill._case_of(stage).prefill
         tags = held(there, rank, request.number, request.remote, request.num_remote_tokens)
-        cluster.prefill.workers[1].memory[tags.offsets[-1]] ^= 1
+        cluster.prefill.workers[1].memory[0][tags.offsets[-1]] ^= 1
         cluster.run()
         (fault,) = cluster.decode.faults(cluster.requests)
         assert fault.startswith(f"decode worker {stage}: 1 bytes wrong")
@@ -301,13 +301,13 @@ def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
         cluster.prefill.begin(request)
         cluster.decode.submit(request, cluster.prefill.stream(request))
         compute_steps(cluster, request, 0, fault_at)
-        right = [worker.memory.copy() for worker in cluster.prefill.workers]
+        right = [worker.memory[0].copy() for worker in cluster.prefill.workers]
         for worker in cluster.prefill.workers:
-            worker.memory[:] = 0
+            worker.memory[0][:] = 0
         compute_steps(cluster, request, fault_at, fault_at + 1)
         cluster.prefill.preempt(request)
         for worker, memory in zip(cluster.prefill.workers, right, strict=True):
-            worker.memory[:] = memory
+            worker.memory[0][:] = memory
         compute_steps(cluster, request, 0, NUM_STEPS)
         cluster.prefill.hold(request, is_streamed=True)
         assert cluster.decode.wait_received([request]) == [set()]
