@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_commext.proxy.outcome import MIN_APART
 from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume, Room, refusal
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.upstream import REPEATED_TOKENS, Repeats
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -537,3 +538,53 @@ async def test_a_stream_that_a_second_engine_fails_at_one_place_ends(kit: Any, a
         num_asked = 1 + MAX_RESUMES if apart == MIN_APART else 2
         assert sum(len(one.calls) for one in cluster.decode) == num_asked
         assert result(Resume.FAILED) in await cluster.metrics()
+
+
+async def test_streams_that_go_on_leave_an_engine_to_new_requests(kit: Any) -> None:
+    """Long prompts are computed again one at a time, short ones together."""
+    async with kit.cluster(num_decode=2, affinity=False) as cluster:
+        first, second = cluster.decode
+        (prefill,), release, running, most = cluster.prefill, asyncio.Event(), 0, 0
+        cluster.proxy.decode_pool.engines[1].draining = True
+        first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=release)
+        second.behave = answering(stream(1, COMPLETIONS, WORDS))
+
+        async def computing(call: Any) -> None:
+            nonlocal running, most
+            running += len(call.body["prompt"]) > 1000
+            most = max(most, running)
+            await asyncio.sleep(0.05)
+            running -= len(call.body["prompt"]) > 1000
+            await kit.prefill_ok(call)
+
+        async def ask(prompt: str) -> str:
+            body = {"prompt": prompt, "stream": True}
+            async with cluster.post(body) as response:
+                return told(await response.read())[0]
+
+        lengths = [40_000] * 6 + [2_000] * 2
+        asking = [asyncio.ensure_future(ask("x" * length)) for length in lengths]
+        await kit.until(lambda: len(first.calls) == len(lengths), "all streams")
+        prefill.behave = computing
+        cluster.proxy.decode_pool.engines[1].draining = False
+        first.behave = second.behave
+        release.set()
+        await kit.until(lambda: running > 0, "the first one")
+        assert await asyncio.wait_for(ask("short"), 10) == "abc"
+        assert not all(one.done() for one in asking)
+        assert await asyncio.gather(*asking) == ["abc"] * len(lengths)
+        assert most <= 3, "a long one, or two short ones beside it"
+
+
+async def test_a_turn_that_is_given_up_is_anothers() -> None:
+    repeats = Repeats()
+    held = await repeats.take(REPEATED_TOKENS * 9)
+    waiting = [asyncio.ensure_future(repeats.take(tokens)) for tokens in (4000, 10, 20)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    repeats.give_back(held)
+    waiting[2].cancel()
+    await asyncio.wait(waiting)
+    assert [one.cancelled() for one in waiting] == [False, True, True]
+    repeats.give_back(await waiting[0])
+    assert await asyncio.wait_for(repeats.take(REPEATED_TOKENS), 1) == REPEATED_TOKENS

@@ -232,7 +232,7 @@ class Attempt:
         losses = self._tries.losses
         return Payload(
             *(asked.path, asked.headers, body, asked.tokens, streams, asked.prefix, losses),
-            *(self.plan, asked.most, asked.only),
+            *(self.plan, asked.most, asked.only, self._tries.is_again),
         )
 
     async def _decode(self, payload: Payload, avoided: Sequence[Engine]) -> Opened:

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -42,6 +44,10 @@ _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
+REPEATED_TOKENS = 4096
+"""Of prompts that one engine computes once more at a time."""
+SECONDS_A_TOKEN = 4e-4
+"""A prompt is overtaken by shorter ones for so long a token."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
-    most: bound on its tokens. only: the one engine that can answer. edit: removes from its first
-    events what the client has not asked for."""
+    most: bound on its tokens. only: the one engine that can answer. is_again: its prompt has been
+    computed before. edit: removes from its first events what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -75,6 +81,7 @@ class Payload:
     plan: Plan | None = None
     most: int = MOST_TOKENS
     only: Engine | None = None
+    is_again: bool = False
     edit: Callable[[bytes], bytes] = lambda events: events
 
     @property
@@ -127,6 +134,45 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
 
 
+class Repeats:
+    """Turns of the prompts that one engine computes once more, since another one was lost or
+    drains: so many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
+    first, but waits are counted against it."""
+
+    def __init__(self) -> None:
+        self._left, self._num = REPEATED_TOKENS, 0
+        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
+
+    async def take(self, tokens: int) -> int:
+        """Wait for a turn; the tokens to give back after it."""
+        tokens, self._num = min(tokens, REPEATED_TOKENS), self._num + 1
+        loop = asyncio.get_running_loop()
+        turn, due = loop.create_future(), loop.time() + tokens * SECONDS_A_TOKEN
+        heappush(self._waiting, (due, self._num, tokens, turn))
+        self._wake()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back(tokens)
+            raise
+        return tokens
+
+    def give_back(self, tokens: int) -> None:
+        self._left += tokens
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            _, _, tokens, turn = self._waiting[0]
+            if not turn.done() and tokens > self._left:
+                return
+            heappop(self._waiting)
+            if not turn.done():
+                self._left -= tokens
+                turn.set_result(None)
+
+
 @dataclass(eq=False)
 class Upstream:
     _session: aiohttp.ClientSession
@@ -141,6 +187,7 @@ class Upstream:
 
         self.releases = Releases(self._post_release, note)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
+        self._repeats = WeakKeyDictionary[Engine, Repeats]()
 
     async def prefill(
         self, payload: Payload, failed: Sequence[Engine], stream: Stream
@@ -149,7 +196,10 @@ class Upstream:
         decode engine of *stream* goes on. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
-            await self._take_turn(engine, payload, held, PREFILL)
+            async with self._turn(engine, payload, held, PREFILL):
+                return await asked_for(engine, held)
+
+        async def asked_for(engine: Engine, held: int) -> Prefilled:
             key = new_key(engine, payload.headers, payload.body)
             asked = await stream.prefill_payload(engine, key.value)
             try:
@@ -180,9 +230,10 @@ class Upstream:
 
         async def ask(engine: Engine, held: int) -> Opened:
             route.decode = engine.name
-            if not payload.is_loading:
-                await self._take_turn(engine, payload, held)
-            return await self._open_at(engine, payload, held)
+            if payload.is_loading:
+                return await self._open_at(engine, payload, held)
+            async with self._turn(engine, payload, held):
+                return await self._open_at(engine, payload, held)
 
         pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -273,6 +324,29 @@ class Upstream:
         self.metrics.affinity_tokens.labels(pool.role, "held").inc(held)
         self.metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
         return chosen
+
+    @asynccontextmanager
+    async def _turn(
+        self, engine: Engine, payload: Payload, held: int, side: str = ""
+    ) -> AsyncIterator[None]:
+        """Wait until *engine* may compute a prompt, and hold up others that are repeated until it
+        has."""
+        tokens, repeats = payload.tokens - held, self._repeats.setdefault(engine, Repeats())
+        is_repeated = payload.is_again and payload.computes
+        if is_repeated:
+            seconds = self.config.prefill_timeout_seconds
+            with (
+                engine.working(tokens),
+                failures_of(engine, seconds, payload.losses, side),
+                Deadline(seconds, engine.on_lost),
+            ):
+                tokens = await repeats.take(tokens)
+        try:
+            await self._take_turn(engine, payload, held, side)
+            yield
+        finally:
+            if is_repeated:
+                repeats.give_back(tokens)
 
     async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
         """Wait until an engine of one rank has nearly computed its prompts."""
