@@ -16,7 +16,7 @@ from vllm_commext.proxy.engines.choice import is_adaptive
 from vllm_commext.proxy.engines.discovery import Registry, Sources
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.http.access import ApiKeys, answer_errors, log_access
+from vllm_commext.proxy.http.access import ApiKeys, allow_browsers, answer_errors, log_access
 from vllm_commext.proxy.http.connections import serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.intake import BodyBudget, Intake
@@ -34,7 +34,7 @@ REQUEST_ID = "X-Request-Id"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = (
     *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
-    *("Origin", "Access-Control-Request-Method", "Access-Control-Request-Headers"),
+    "Origin",
 )
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -72,7 +72,7 @@ class ProxyApp:
         for path in _FETCHED:
             app.router.add_get(path, self.fetch)
         for path in _COUNTED:
-            app.router.add_options(path, self.fetch)
+            app.router.add_options(path, allow_browsers)
         app.router.add_get("/live", self.live)
         for path in ("/health", "/ready"):
             app.router.add_get(path, self.ready)
@@ -120,10 +120,10 @@ class ProxyApp:
         return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def fetch(self, request: web.Request) -> web.Response:
-        """Pass on an engine's models or version, or a browser's preflight."""
+        """Pass on an engine's models or version."""
         with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
             headers = self._passed_headers(request)
-            status, told, body = await self._upstream.fetch(request.method, request.path, headers)
+            status, told, body = await self._upstream.fetch(request.path, headers)
         return web.Response(status=status, body=body, headers=told)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

@@ -24,7 +24,6 @@ from vllm_commext.proxy.http.connections import Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_TLS_SECONDS = 10.0
 _MAX_ADMIN_CONNECTIONS = 64
 _BACKLOG = 2048  # beyond, the kernel drops connections, and clients try again a second later
 # Requests have drained before the runner is closed; this bounds what is left to close.
@@ -116,11 +115,9 @@ async def open_port(
     if manager is None:
         raise RuntimeError("a port needs a runner that has been set up")
     opened = await asyncio.get_running_loop().create_server(
-        lambda: connections.make(manager),
+        lambda: connections.make(manager, tls),
         host,
         port,
-        ssl=tls,
-        ssl_handshake_timeout=_TLS_SECONDS if tls else None,
         backlog=_BACKLOG,
         reuse_port=reuse_port or None,
         start_serving=False,

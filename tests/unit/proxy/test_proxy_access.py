@@ -1,5 +1,6 @@
 """API keys, TLS on either side, and the access log."""
 
+import asyncio
 import logging
 import re
 import shutil
@@ -94,6 +95,41 @@ async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> No
                 outer.prefill[0].behave = kit.answering(200, b"{}")
                 async with outer.post(BODY) as response:
                     assert response.status == status
+
+
+async def test_handshakes_that_stall_count_as_connections(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go when others come, and take nothing from those who get on."""
+    from vllm_commext.proxy.http import connections
+    from vllm_commext.proxy.http.access import server_tls
+    from vllm_commext.proxy.server import open_port
+
+    cert, key = certificate(tmp_path)
+    context = ssl.create_default_context(cafile=str(cert))
+    options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+    monkeypatch.setattr(connections, "MIN_IDLE_SECONDS", 0.1)
+    guard = connections.Connections(3, 3, 60.0)
+    async with kit.cluster(**options) as cluster:
+        port = await open_port(
+            cluster.runner, guard, "127.0.0.1", 0, server_tls(cluster.proxy.config)
+        )
+        number = port.sockets[0].getsockname()[1]
+        stalled = [await asyncio.open_connection("127.0.0.1", number) for _ in range(3)]
+        for _, writer in stalled:
+            writer.write(b"\x16\x03\x01")
+        await kit.until(lambda: guard.num_open == 3, "three handshakes")
+        url = f"https://127.0.0.1:{number}"
+        async with cluster.session.get(url + "/live", ssl=context) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        await asyncio.sleep(0.2)
+        async with cluster.session.post(url + "/v1/completions", json=BODY, ssl=context) as got:
+            assert got.status == 200
+        assert await asyncio.wait_for(stalled[0][0].read(), 5) == b""
+        assert guard.num_open <= 3
+        for _, writer in stalled:
+            writer.close()
+        await kit.until(lambda: guard.num_open <= 1, "the others to be gone")
 
 
 async def test_the_access_log_has_a_line_for_each_request(

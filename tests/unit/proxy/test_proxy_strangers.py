@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import os
 import secrets
 import socket
 from contextlib import AsyncExitStack, suppress
@@ -48,6 +49,9 @@ class Stranger:
 
     def send(self, data: bytes) -> None:
         self._writer.write(data)
+
+    def send_now(self, data: bytes) -> None:
+        os.write(self._writer.get_extra_info("socket").fileno(), data)
 
 
 def head(length: int, path: str = "/v1/completions") -> bytes:
@@ -218,8 +222,9 @@ async def is_live(cluster: Any) -> bool:
     [{"max_connections": 6}, {"max_connections_per_peer": 6}, {"max_connections": 7}],
 )
 async def test_the_oldest_idle_connection_goes_where_there_are_too_many(
-    kit: Any, sent: bytes, options: dict[str, int]
+    kit: Any, sent: bytes, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "MIN_IDLE_SECONDS", 0.0)
     async with kit.cluster(**options) as cluster:
         idle = [await Stranger.of(cluster, sent) for _ in range(7)]
         for _ in range(5):
@@ -227,6 +232,44 @@ async def test_the_oldest_idle_connection_goes_where_there_are_too_many(
         with suppress(ConnectionError):
             assert await idle[0].rest() == b""
         await served(cluster)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_new_connections_are_not_idle_and_those_beyond_the_limit_hear_it(
+    kit: Any, is_whole: bool
+) -> None:
+    """A hundred at once, with their requests or before them: each is answered, none reset."""
+    asked = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    async with kit.cluster(max_connections=20) as cluster:
+        clients = [await Stranger.of(cluster, asked if is_whole else b"") for _ in range(100)]
+        await asyncio.sleep(0.1)
+        if not is_whole:
+            for one in clients:
+                one.send(asked)
+        statuses = [(await one.answer())[0] for one in clients]
+        assert set(statuses) <= {200, 503}
+        assert is_whole or statuses.count(200) == 20
+        assert await is_live(cluster)
+
+
+async def test_one_whose_request_is_there_but_not_read_is_not_idle(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the proxy was busy. The new ones' connections are taken up first."""
+    asked = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    monkeypatch.setattr(connections, "MIN_IDLE_SECONDS", 0.0)
+    async with kit.cluster(max_connections=5) as cluster:
+        old = [await Stranger.of(cluster) for _ in range(5)]
+        await is_live(cluster)
+        for one in old[1:]:
+            one.send_now(asked)
+        late = socket.create_connection(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+        with late:
+            late.sendall(asked)
+            assert [(await one.answer())[0] for one in old[1:]] == [200] * 4
+            late.setblocking(False)
+            told = await asyncio.get_running_loop().sock_recv(late, 1 << 16)
+            assert told.split()[1] in (b"200", b"503")
 
 
 async def test_connections_that_are_served_are_kept_and_others_refused(kit: Any) -> None:

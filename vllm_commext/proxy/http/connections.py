@@ -1,19 +1,24 @@
 """Bounds clients' connections, and what each may cost before it asks for anything.
 
-Where there are too many, the one that has kept the proxy waiting longest (for a head, or the rest
-of a body) is closed. Requests that are not whole are parsed for a share of the time alone.
+Where there are too many, the one that has kept the proxy waiting longest (for a handshake, a head,
+or the rest of a body) is closed, if that is long enough; else the new one is refused. Requests that
+are not whole are parsed for a share of the time alone.
 """
 
 import asyncio
 import ipaddress
 import logging
 import re
+import select
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from aiohttp import web
@@ -43,7 +48,17 @@ _BEGINNING_BYTES = 16 << 10
 """Of a request that is not whole: beyond that it is under way, and costs what bytes cost."""
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
-_REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
+MIN_IDLE_SECONDS = 1.0
+"""A connection that has waited for less is not idle: its request may be under way."""
+_MAX_LOOKS = 8
+_REFUSED_SECONDS = 2.0
+"""A refused connection is kept until its request is read: one that is closed before is reset, and
+its client never reads the refusal."""
+_TLS_SECONDS = 10.0
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
@@ -64,6 +79,8 @@ class Connections:
         self._client_seconds = client_seconds
         self._peers: dict[str, _Peer] = {}
         self._waiting: dict[Connection, None] = {}
+        self._max_refused = max(32, min(max_open, getrlimit(RLIMIT_NOFILE)[0] // 16))
+        self._refused: dict[Connection, asyncio.TimerHandle] = {}
         self._num_head_bytes = 0
         # Those with the beginning of a request, and when the next step may look at some of them.
         self._begun: dict[Connection, None] = {}
@@ -79,8 +96,11 @@ class Connections:
                 milliseconds = max(int(self._client_seconds * 1000), 1)
                 bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
-    def make(self, manager: web.Server) -> "Connection":
-        return Connection(manager, self, asyncio.get_running_loop())
+    def make(
+        self, manager: web.Server, tls: ssl.SSLContext | None = None
+    ) -> "Connection | Handshake":
+        one = Connection(manager, self, asyncio.get_running_loop())
+        return one if tls is None else Handshake(one, tls)
 
     def enter(self, one: "Connection") -> bool:
         """Count *one* in; False if there is no room and none to close in its place."""
@@ -88,7 +108,7 @@ class Connections:
         is_over = peer.num_open >= self._max_of_peer
         if is_over or self.num_open >= self._max_open:
             number = peer.num_open if is_over else self.num_open
-            oldest = next(iter(peer.waiting if is_over else self._waiting), None)
+            oldest = self._idle_of(peer.waiting if is_over else self._waiting)
             whose = f"{one.peer} has" if is_over else "there are"
             message = f"{whose} {number} connections, which is the limit: "
             complaints.warning(
@@ -102,6 +122,29 @@ class Connections:
         self.wait(one)
         return True
 
+    def _idle_of(self, waiting: dict["Connection", None]) -> "Connection | None":
+        """The one that waits longest, if that is long enough and nothing of it is to be read."""
+        now = asyncio.get_running_loop().time()
+        for one in list(islice(waiting, _MAX_LOOKS)):
+            if now - one.waits_since < MIN_IDLE_SECONDS:
+                break
+            if not one.has_come():
+                return one
+            self.serve(one)
+            self.wait(one)
+        return None
+
+    def refuse(self, one: "Connection") -> None:
+        """Have *one* end a little later, or when there are too many of them."""
+        if len(self._refused) >= self._max_refused:
+            next(iter(self._refused)).cut()
+        loop = asyncio.get_running_loop()
+        self._refused[one] = loop.call_later(_REFUSED_SECONDS, one.cut)
+
+    def forget(self, one: "Connection") -> None:
+        if (timer := self._refused.pop(one, None)) is not None:
+            timer.cancel()
+
     def leave(self, one: "Connection") -> None:
         self.serve(one)
         self._begun.pop(one, None)
@@ -112,6 +155,7 @@ class Connections:
             del self._peers[one.peer]
 
     def wait(self, one: "Connection") -> None:
+        one.waits_since = asyncio.get_running_loop().time()
         self._waiting[one] = self._peers[one.peer].waiting[one] = None
 
     def serve(self, one: "Connection") -> None:
@@ -149,39 +193,65 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A client's connection. peer: its address, or IPv6 network. is_open: it is counted."""
+    """A client's connection. peer: its address, or IPv6 network. is_open: it is counted.
+    waits_since: the loop's time since which it has kept the proxy waiting."""
 
     def __init__(
         self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(manager, loop=loop, **_HTTP)
         self._all = of_all
-        self._reads_body = False
+        self._reads_body = self._is_made = False
         self._beginning = b""
         self._first: asyncio.TimerHandle | None = None
         self.peer = ""
         self.is_open = False
         self.num_head_bytes = 0
+        self.waits_since = 0.0
 
-    def connection_made(self, transport: Any) -> None:
+    def enter(self, transport: Any) -> None:
+        """Count it, if there is room."""
         self._client: asyncio.Transport = transport
         name = transport.get_extra_info("peername")
         self.peer = _network_of(str(name[0])) if isinstance(name, tuple) else str(name)
         self.is_open = self._all.enter(self)
         if not self.is_open:
+            self._all.refuse(self)
+
+    def connection_made(self, transport: Any) -> None:
+        if not self.peer:
+            self.enter(transport)
+        self._client = transport
+        if not self.is_open:
             transport.write(_REFUSAL)
-            transport.close()
+            if transport.can_write_eof():
+                transport.write_eof()
+            self._is_made = True
+            self.data_received(b"")
             return
         loop = asyncio.get_running_loop()
         self._first = loop.call_later(_FIRST_REQUEST_SECONDS, self.force_close)
         super().connection_made(transport)
+        self._is_made = True
+        if early := self._beginning:
+            self._beginning = b""
+            self.data_received(early)
+
+    def has_come(self) -> bool:
+        """True if anything is there that has not been read, an end of the connection included."""
+        poller = select.poll()
+        poller.register(self._client.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poller.poll(0))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.is_open:
+        if not (self.is_open and self._is_made):  # refused, or behind the end of a handshake
+            self._beginning = (self._beginning + data)[:_BEGINNING_BYTES]
+            if self._is_made and _is_whole(self._beginning):
+                self._client.close()
             return
         if not data:  # aiohttp says so to go on with what it has
             super().data_received(data)
@@ -195,6 +265,7 @@ class Connection(web.RequestHandler):
             return
         is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
         if is_large or _is_whole(self._beginning):
+            self._all.serve(self)
             self.take_up()
         else:
             self._all.look_later(self)
@@ -215,6 +286,8 @@ class Connection(web.RequestHandler):
             self._first = None
         self._all.give_head_back(self)
         self._reads_body = request.body_exists
+        if self.is_open:
+            self._all.wait(self)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -232,6 +305,7 @@ class Connection(web.RequestHandler):
         self._client.abort()
 
     def _leave(self) -> None:
+        self._all.forget(self)
         if self._first is not None:
             self._first.cancel()
         if self.is_open:
@@ -256,6 +330,33 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **_: Any) -> None:
         complaints.exception("http", str(args[0]) % args[1:])
+
+
+class Handshake(asyncio.Protocol):
+    """A connection before the end of its TLS handshake; it counts like any other."""
+
+    def __init__(self, one: Connection, tls: ssl.SSLContext) -> None:
+        self._one, self._tls = one, tls
+
+    def connection_made(self, transport: Any) -> None:
+        transport.pause_reading()  # until TLS reads
+        self._one.enter(transport)
+        self._task = asyncio.create_task(self._shake_hands(transport))
+
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secured = await loop.start_tls(
+                *(transport, self._one, self._tls),
+                server_side=True,
+                ssl_handshake_timeout=_TLS_SECONDS,
+            )
+        except OSError:  # or it has been cut
+            secured = None
+        if secured is None or secured.is_closing():
+            self._one.cut()
+        else:
+            self._one.connection_made(secured)
 
 
 def serving(request: web.Request) -> AbstractContextManager[None]:

@@ -245,7 +245,7 @@ class Upstream:
         return opened
 
     async def fetch(
-        self, method: str, path: str, headers: Mapping[str, str]
+        self, path: str, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Answer of any engine, decode engines first: status, headers, body."""
         seconds = self.config.health_timeout_seconds
@@ -256,20 +256,20 @@ class Upstream:
             message = f"{_MAX_FETCHES} such requests wait for their engines; retry later"
             raise ProxyError(503, "overloaded", message) from None
         try:
-            return await self._fetch(method, path, headers, seconds)
+            return await self._fetch(path, headers, seconds)
         finally:
             self._fetches.release()
 
     async def _fetch(
-        self, method: str, path: str, headers: Mapping[str, str], seconds: float
+        self, path: str, headers: Mapping[str, str], seconds: float
     ) -> tuple[int, Mapping[str, str], bytes]:
         engine = self.decode_pool.pick() or self.prefill_pool.pick()
         if engine is None:
             raise no_engine(self.decode_pool)
         timeout = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
-            async with self._session.request(
-                method, engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
+            async with self._session.get(
+                engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await read_answer(engine, response)
                 return response.status, answer.headers, answer.body
