@@ -11,11 +11,12 @@ from vllm_commext.proxy.config import ADAPTIVE
 from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, EnginePool
-from vllm_commext.proxy.policy.load import EngineLoad, Waiting
+from vllm_commext.proxy.policy.load import EngineLoad
 from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.policy.queue import Waiting
 
 LIMITS = Limits(0.015, 1.0)
-PROMPT_TOKENS, ANSWER_TOKENS, NUM_ANSWERS = 4000, 512, 8
+PROMPT_TOKENS, NUM_ANSWERS = 4000, 8
 
 
 def _give_work(load: EngineLoad, now: float, most_waiting: int) -> None:
@@ -25,13 +26,13 @@ def _give_work(load: EngineLoad, now: float, most_waiting: int) -> None:
         load.speed.note_steps(num, PROMPT_TOKENS * num, 0.007 + 5e-5 * num)
     load.note_cache(120_000, 1000, 1)
     for _ in range(NUM_ANSWERS):
-        answer = load.expect(PROMPT_TOKENS, ANSWER_TOKENS, now - 1)
+        answer = load.expect(PROMPT_TOKENS, now - 1)
         answer.begin(now - 1)
         answer.go_on(random.randint(1, 90), now)
     if random.random() < 0.4:
         load.ask(PROMPT_TOKENS, 0, now)
     for _ in range(random.randint(0, most_waiting)):
-        load.wait(Waiting(now - random.random(), random.choice((0.02, 0.05, 0.1, 0.3))))
+        load.queue.add(Waiting(now - random.random(), random.choice((0.02, 0.05, 0.1, 0.3))))
 
 
 def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[float]:
@@ -50,11 +51,11 @@ def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[floa
     for _ in range(num_requests):
         load, now = random.choice(pools[DECODE].engines).load, time.monotonic()
         next(iter(load.answers)).end(now)
-        load.expect(PROMPT_TOKENS, ANSWER_TOKENS, now).begin(now)
+        load.expect(PROMPT_TOKENS, now).begin(now)
         for answer in load.answers:
             answer.go_on(1, now)
         began = time.perf_counter()
-        chooser.plan(prefix, PROMPT_TOKENS, {"max_tokens": ANSWER_TOKENS}, (), True)
+        chooser.plan(prefix, PROMPT_TOKENS, (), True)
         seconds.append(time.perf_counter() - began)
     return sorted(seconds)
 

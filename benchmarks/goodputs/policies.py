@@ -8,12 +8,9 @@ from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import WINDOW
 from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, Job, Waiting, next_of
-from vllm_commext.proxy.policy.placement import Candidate, Placement, Planner
-from vllm_commext.proxy.policy.speed import EngineSpeed, Lengths, area_of
-
-MOST_TOKENS = 1024
-"""What requests allow their answers, however long these turn out."""
+from vllm_commext.proxy.policy.load import Answer, Job
+from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
+from vllm_commext.proxy.policy.queue import Waiting
 
 
 class Silent:
@@ -115,7 +112,7 @@ class Fixed(Silent):
 @dataclass
 class _Placed:
     waiting: Waiting
-    placement: Placement
+    placement: Way
     held: int
     due: float
 
@@ -141,66 +138,62 @@ class Adaptive:
         self.reads_caches, self.is_ordered = reads_caches, is_ordered
         self._hardware = hardware
         self.planner = Planner(limits)
-        self.candidates = [
-            Candidate(self.planner.new_load(), 0, idx) for idx in range(len(hardware))
-        ]
+        self.loads = [self.planner.new_load() for _ in hardware]
         self._held: list[dict[int, int]] = [{} for _ in hardware]
         self._down: set[int] = set()
         self.num_local = self.num_placed = self._turn = 0
 
-    def most_tokens(self, request: Request) -> int:
-        """Length that the request allows."""
-        return MOST_TOKENS
-
     def place(self, request: Request, now: float) -> tuple[int, int]:
         arrival = request.arrival
-        for candidate, held in zip(self.candidates, self._held, strict=True):
-            candidate.held_tokens = min(held.get(arrival.group, 0), arrival.shared_tokens)
         tokens, window = arrival.prompt_tokens, self.window()
-        up = [one for one in window if one.key not in self._down] or window
+        up = [
+            Candidate(self.loads[idx], min(held, arrival.shared_tokens), idx)
+            for idx in [idx for idx in window if idx not in self._down] or window
+            for held in [self._held[idx].get(arrival.group, 0)]
+        ]
         placed = self.choose(now, tokens, up)
         if placed is None:  # as the proxy does, by the tokens under way
             least = min(up, key=lambda one: sum(job.new for job in one.load.jobs))
-            placed = Placement(least, least)
+            placed = Way(least, least)
         self.num_placed += 1
         self.num_local += placed.is_local
         held = min(placed.prefill.held_tokens, tokens - 1)
         load = placed.prefill.load
         seconds = load.speed.prefill_seconds(tokens - held, held, False)
         waiting = Waiting(now, seconds)
-        load.wait(waiting)
+        load.queue.add(waiting)
         request.note = _Placed(waiting, placed, held, now + placed.first_token)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
-    def window(self) -> list[Candidate]:
+    def window(self) -> list[int]:
         """The engines that are looked at for a request."""
-        self._turn += 1 if len(self.candidates) <= WINDOW else WINDOW
-        start = self._turn % len(self.candidates)
-        return (self.candidates[start:] + self.candidates[:start])[:WINDOW]
+        num = len(self.loads)
+        self._turn += 1 if num <= WINDOW else WINDOW
+        return [(self._turn + idx) % num for idx in range(min(WINDOW, num))]
 
-    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Placement | None:
-        return self.planner.place(now, tokens, MOST_TOKENS, up, up)
+    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
+        return self.planner.place(now, tokens, up, up)
 
     def next(
         self, engine: int, waiting: Sequence[Request], now: float
     ) -> tuple[Request | None, float]:
         """As the proxy does: without an order all are sent at once."""
-        load = self.candidates[engine].load
+        load = self.loads[engine]
         if self.is_ordered and load.speed.is_known:
             reach = load.speed.prefill_seconds(0, 0, True)
             left = load.backlog(now) - LEAD_SECONDS - reach
             if left > 0.0:
                 return None, max(left, LEAD_SECONDS / 10)
             among = {one.note.waiting: one for one in waiting}
-            request = among[next_of(list(among), now, load.shared.limits.first)]
+            request = among[load.queue.next(list(among), now)]
         else:
             request = waiting[0]
         note: _Placed = request.note
         placed, tokens = note.placement, request.arrival.prompt_tokens
-        load.leave(note.waiting)
+        load.queue.remove(note.waiting)
         job = load.ask(tokens - note.held, note.held, now)
-        due, most = job.until if placed.is_local else note.due, self.most_tokens(request)
-        answer = placed.decode.load.expect(tokens, most, due, not placed.is_local)
+        due = job.until if placed.is_local else note.due
+        answer = placed.decode.load.expect(tokens, due, not placed.is_local)
         request.note = _Sent(job, answer)
         return request, 0.0
 
@@ -225,7 +218,7 @@ class Adaptive:
     def ended(self, request: Request, now: float) -> None:
         note: _Placed | _Sent = request.note
         if isinstance(note, _Placed):  # its engine is lost
-            note.placement.prefill.load.leave(note.waiting)
+            note.placement.prefill.load.queue.remove(note.waiting)
             return
         held = request.arrival.prompt_tokens + request.tokens
         self._held[request.decode][request.arrival.group] = held
@@ -238,7 +231,7 @@ class Adaptive:
 
     def read(self, engine: int, used_tokens: float) -> None:
         if self.reads_caches:
-            load, size = self.candidates[engine].load, self._hardware[engine].cache_tokens
+            load, size = self.loads[engine], self._hardware[engine].cache_tokens
             load.note_cache(size, used_tokens, used_tokens)
 
 
@@ -253,71 +246,19 @@ class Tuned(Adaptive):
         super().__init__(hardware, limits, is_ordered=True)
         self._num_prefill = num_prefill
 
-    def window(self) -> list[Candidate]:
-        return self.candidates
+    def window(self) -> list[int]:
+        return list(range(len(self.loads)))
 
-    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Placement | None:
+    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
         num = self._num_prefill
         sources = [one for one in up if cast("int", one.key) < num] or up
         targets = [one for one in up if cast("int", one.key) >= num] or up
         least = min(targets, key=_tokens)
         if not num:
-            return Placement(least, least)
+            return Way(least, least)
 
         def until_through(one: Candidate) -> float:
             held = one.load.speed.prefill_seconds(one.held_tokens, 0, False)
-            return one.load.queued + one.load.waiting_seconds - held
+            return one.load.queued + one.load.queue.seconds - held
 
-        return Placement(min(sources, key=until_through), least)
-
-
-class Knowing(Adaptive):
-    """The same policy, told the engines' true times and the true length of each answer."""
-
-    def __init__(self, hardware: Sequence[Hardware], limits: Limits) -> None:
-        super().__init__(hardware, limits)
-        self.planner.shared.lengths = TrueLengths()
-        for candidate, one in zip(self.candidates, hardware, strict=True):
-            candidate.load.speed = TrueSpeed(one)
-
-    def most_tokens(self, request: Request) -> int:
-        return request.arrival.output_tokens
-
-
-class TrueLengths(Lengths):
-    """Each answer is as long as its request allows."""
-
-    def ended(self, needed: float, had: int, most: int) -> float:
-        return float(needed > max(had, most))
-
-
-class TrueSpeed(EngineSpeed):
-    """An engine's times as the simulator has them."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
-
-    @property
-    def is_known(self) -> bool:
-        return True
-
-    knows_steps = is_known
-
-    def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
-        one = self._hardware
-        seconds = one.prompt_token * new_tokens
-        seconds += one.million_pairs * area_of(new_tokens, held_tokens)
-        seconds += one.step * max(1.0, new_tokens / one.step_tokens)
-        seconds = max(seconds, one.prompt_step)
-        return seconds * one.slowness + one.overhead * is_idle
-
-    def step_seconds(self, answers: float, context_tokens: float) -> float:
-        one = self._hardware
-        seconds = one.step + one.answer * answers + one.context_token * context_tokens
-        return seconds * one.slowness
-
-    def note_prefill(self, new: float, area: float, num_idle: float, seconds: float) -> None:
-        pass
-
-    def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:
-        pass
+        return Way(min(sources, key=until_through), least)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from goodputs import shapes
-from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
+from goodputs.policies import Adaptive, Fixed, Replicas, Tuned
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import MIXED
@@ -37,7 +37,8 @@ CONTESTANTS: dict[str, Build] = {
     "fixed": lambda hardware, limits: Fixed(hardware),
     "adaptive": Adaptive,
     "ordered": lambda hardware, limits: Adaptive(hardware, limits, is_ordered=True),
-    "knowing": Knowing,
+    "replicas in order": Tuned,
+    "roles in order": lambda hardware, limits: Tuned(hardware, limits, len(hardware) // 2),
 }
 UNTOLD = ("replicas", "fixed")
 CACHE_CONTESTANTS: dict[str, Build] = {
@@ -162,7 +163,7 @@ def shares_good(job: tuple[str, str, float, Sequence[Limits], Seeds]) -> list[fl
 def print_grid(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
     shares, tpots = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.1), (10, 12, 15, 20, 25, 50)
     limits = [Limits(tpot / 1e3, first) for tpot in tpots for first in (0.5, 1.0, 2.0)]
-    names = [name for name in CONTESTANTS if name != "knowing"]
+    names = list(CONTESTANTS)
     cells = [(workload, share) for workload in WORKLOADS for share in shares]
     jobs = [
         (name, work, share * SATURATION[work], limits, seeds)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from goodputs import simulated
-from goodputs.policies import Adaptive, Fixed, Knowing, Replicas
+from goodputs.policies import Adaptive, Fixed, Replicas, Tuned
 from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
 
 from vllm_commext.bench.workload import MIXED, WORKLOADS, Arrival
@@ -53,7 +53,7 @@ def test_more_prompts_are_in_time_where_the_longest_are_put_off() -> None:
     assert (num_in_time(False), num_in_time(True)) == (1, 3)
 
 
-@pytest.mark.parametrize("build", [Replicas, Fixed, Adaptive, Knowing])
+@pytest.mark.parametrize("build", [Replicas, Fixed, Adaptive, Tuned])
 def test_every_request_ends_and_each_run_is_the_same(build: type[Policy]) -> None:
     hardware = simulated.PAIR
 
@@ -74,6 +74,15 @@ def test_engines_that_go_lose_what_has_begun_alone() -> None:
     assert all(one.tokens > 0 and one.num_losses == 1 for one in lost)
     assert len(lost) < len(requests) / 4
     assert all(0 not in (one.prefill, one.decode) for one in requests if 2 < one.arrival.at < 4)
+
+
+def test_many_engines_share_answers() -> None:
+    """Eight, with as many documents as four that prefill and four that decode have in time."""
+    limits, hardware = Limits(0.012, 1.0), [Hardware()] * 8
+    policy = Adaptive(hardware, limits, is_ordered=True)
+    requests = Simulation(hardware, WORKLOADS["document"](12.8, 16.0, 1), policy).run()
+    later = [one for one in requests if one.arrival.at > 6.0]
+    assert sum(one.is_good(limits) for one in later) >= 0.95 * len(later)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 13])

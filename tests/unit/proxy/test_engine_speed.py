@@ -17,12 +17,13 @@ def test_one_stall_does_not_make_a_slow_engine() -> None:
 
 def longer(lengths: Lengths, tokens: int) -> float:
     """Share of answers that have *tokens* at least."""
-    return 1.0 - lengths.ended(tokens, 0, MOST_BINNED)
+    return 1.0 - lengths.ended(tokens, 0)
 
 
 def test_lengths_tell_how_many_answers_are_longer() -> None:
     lengths = Lengths()
-    assert lengths.ended(999.0, 1, 1000) == 0.0 < lengths.ended(1001.0, 1, 1000) == 1.0
+    unknown = [longer(lengths, tokens) for tokens in (2, 50, 1000)]
+    assert unknown == pytest.approx([1.0, 0.8, 0.0], abs=0.05)
     for tokens in (10, 100, 1000, 10) * 25:
         lengths.add(tokens)
     shares = [longer(lengths, tokens) for tokens in (1, 50, 500, 5000)]
@@ -53,7 +54,7 @@ def test_shares_are_those_of_all_longer_answers(
         for had, needed in map(sorted, asked):
             among, more = (sum(counts[idx:]) - counts[idx] / 2 for idx in (bins[had], bins[needed]))
             expected = 1.0 - more / among if needed > had and among > 0.0 else 0.0
-            assert lengths.ended(needed, had, MOST_BINNED) == pytest.approx(expected)
+            assert lengths.ended(needed, had) == pytest.approx(expected)
 
 
 def test_an_answer_may_be_a_third_longer_or_shorter_though_all_were_alike() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import orders_prompts
 from vllm_commext.proxy.engines.pool import Turns
-from vllm_commext.proxy.policy.load import IN_TIME, PATIENCE, EngineLoad, Waiting, next_of
+from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.queue import IN_TIME, PATIENCE, SPARED, Queue, Waiting
 from vllm_commext.proxy.policy.speed import Speeds
 
 TOKEN = 25e-6
@@ -49,7 +50,7 @@ class Line:
     async def ended(self) -> list[int]:
         async with asyncio.timeout(BOUND_SECONDS):
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        assert not self.load.waiting
+        assert not self.load.queue
         return self.gone
 
 
@@ -58,7 +59,7 @@ async def test_a_shorter_prompt_overtakes_longer_ones_that_wait() -> None:
     for tokens in (12000, 9000, 7000, 500):
         await line.add(tokens)
     assert line.gone == [12000]
-    assert len(line.load.waiting) == 3
+    assert len(line.load.queue) == 3
     assert await line.ended() == [12000, 500, 7000, 9000]
 
 
@@ -75,7 +76,7 @@ async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> N
     await line.add(8000)
     before = time.monotonic()
     await line.add(2000)
-    (waiting,) = line.load.waiting
+    (waiting,) = line.load.queue
     due, seconds = waiting.due, waiting.seconds
     assert before - 1e-6 <= due - PATIENCE * seconds <= time.monotonic()
     later, _ = line.load.wait_seconds(TOKEN, time.monotonic() + PATIENCE * seconds + 0.2)
@@ -87,7 +88,7 @@ async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> N
 def test_a_prompt_to_come_waits_for_those_that_are_not_put_off() -> None:
     load = EngineLoad(Speeds(Limits(first=1.0)))
     for seconds in (0.3, 0.5, 0.4):  # of which the second is put off
-        load.wait(Waiting(10.0, seconds))
+        load.queue.add(Waiting(10.0, seconds))
     assert load.wait_seconds(0.1, 10.0) == (pytest.approx(0.7), 0)
     assert load.wait_seconds(0.3, 10.0) == (pytest.approx(0.3), 1)  # and the third, for it
     assert load.wait_seconds(0.6, 10.0) == (pytest.approx(1.2), 0)  # that is put off itself
@@ -115,14 +116,32 @@ async def test_who_leaves_holds_up_nobody(turn_has_come: bool) -> None:
         pytest.param([(9.9, 0.8), (9.95, 0.3)], 1.0, 1, id="not both in time: the longest is off"),
         pytest.param([(9.1, 0.8), (9.95, 0.3), (9.96, 0.4)], 1.0, 1, id="it could not be in time"),
         pytest.param([(8.0, 0.8), (8.5, 0.3)], 1.0, 1, id="none in time: the shortest"),
-        pytest.param([(5.9, 0.8), (9.95, 0.3)], 1.0, 0, id="put off for long enough"),
+        pytest.param([(5.9, 0.8), (9.95, 0.3)], 1.0, 1, id="put off, while another is in time"),
+        pytest.param([(5.9, 0.8), (8.0, 0.9)], 1.0, 0, id="put off, and none is in time"),
     ],
 )
 def test_the_most_prompts_are_in_time(
     waiting: list[tuple[float, float]], limit: float, expected: int
 ) -> None:
     line = [Waiting(since, seconds) for since, seconds in waiting]
-    assert next_of(line, 10.0, limit) is line[expected]
+    assert Queue(limit).next(line, 10.0) is line[expected]
+
+
+def test_who_was_put_off_for_long_gets_its_share_of_the_time() -> None:
+    """However many others come, which could all be in time: foreseen as it is done."""
+    queue, now, gone = Queue(1.0), 100.0, list[float]()
+    for _ in range(3):
+        queue.add(Waiting(now - PATIENCE - 0.1, 2.0))
+    while len(queue) > 0:
+        while len(queue) < 6:
+            queue.add(Waiting(now, 0.25))
+        chosen = queue.next([*queue], now)
+        queue.remove(chosen)
+        now += chosen.seconds
+        gone.append(chosen.seconds)
+        if gone.count(2.0) == 3:
+            break
+    assert 3 * 2.0 / sum(gone) == pytest.approx(SPARED / (1.0 + SPARED), rel=0.1)
 
 
 quick = settings(max_examples=50, deadline=None)
@@ -151,12 +170,12 @@ def test_who_is_put_off_for_a_prompt_is_found_in_one_pass(
     load, own = EngineLoad(Speeds(Limits(0.0, 2.0))), Waiting(now / 16, seconds / 16)
     line = [Waiting(since / 16, each / 16) for since, each in waiting]
     for one in line:
-        load.wait(one)
-    assert load.waiting_seconds == sum(one.seconds for one in line)
+        load.queue.add(one)
+    assert load.queue.seconds == sum(one.seconds for one in line)
     for one in line[::3]:
-        load.leave(one)
+        load.queue.remove(one)
     del line[::3]
-    assert load.waiting_seconds == sum(one.seconds for one in line)
+    assert load.queue.seconds == sum(one.seconds for one in line)
     kept = plainly_in_time([*line, own], own.since, 2.0)
     expected = sum(one.seconds for one in line), 0
     if own in kept:

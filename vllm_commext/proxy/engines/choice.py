@@ -8,13 +8,13 @@ from heapq import nsmallest
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.policy.placement import Candidate, Placement, Planner
+from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
 MAX_REMEMBERED = 1 << 16
-WINDOW = 10
+WINDOW = 4
 """Engines compared for a request, others each time."""
 
 
@@ -25,7 +25,7 @@ class Plan:
 
     prefill: Engine | None = None
     decode: Engine | None = None
-    expected: Placement | None = None
+    expected: Way | None = None
     first_token_at: float = 0.0
 
     @property
@@ -74,12 +74,11 @@ class Chooser:
         self,
         prefix: Prefix,
         tokens: int,
-        most: int,
         failed: Collection[Engine],
         may_hand_over: bool,
     ) -> Plan | None:
-        """Plan for a prompt of *tokens* and an answer of at most *most*, avoiding *failed*; None
-        where the engines' roles decide."""
+        """Plan for a prompt of *tokens*, avoiding *failed*; None where the engines' roles
+        decide."""
         if self._mode == LOCAL:
             return Plan()
         if not is_adaptive(self._mode, self._pools[DECODE]):
@@ -90,19 +89,18 @@ class Chooser:
         self._turn += WINDOW if others > WINDOW else max(1, others)
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
-            found: list[Candidate] = []
-            for one in engines:
-                if one.usable and not one.suspected and one not in failed:
-                    one.candidate.held_tokens = one.memory.held_tokens(prefix)
-                    found.append(one.candidate)
-            return found
+            return [
+                Candidate(one.load, one.memory.held_tokens(prefix), one)
+                for one in engines
+                if one.usable and not one.suspected and one not in failed
+            ]
 
-        def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Placement | None:
+        def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Way | None:
             targets, sources = candidates(among(decode)), ()
             if may_hand_over:
                 is_same = prefill.engines == decode.engines
                 sources = targets if is_same else candidates(among(prefill))
-            return self._planner.place(now, max(tokens, 1), most, sources, targets)
+            return self._planner.place(now, max(tokens, 1), sources, targets)
 
         placement = best(lambda pool: self._window(pool, name))
         if placement is not None and placement.is_late and len(decode.engines) > WINDOW:

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Memory, Prefix
-from vllm_commext.proxy.policy.load import EngineLoad, Waiting, next_of
-from vllm_commext.proxy.policy.placement import Candidate
+from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.queue import Waiting
 from vllm_commext.proxy.policy.speed import Speeds
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -120,12 +120,7 @@ LEAD_SECONDS = 0.03
 
 
 class Turns:
-    """Prompts that wait for an engine's turn, so that a long one does not hold up short ones.
-
-    With a limit to the first token they go as they came, but the longest are put off when not all
-    can be in time. Without one the shortest goes first, and overtakes another one for no longer
-    than `PATIENCE` times that one's length.
-    """
+    """Prompts that wait for an engine's turn, so that a long one does not hold up short ones."""
 
     def __init__(self, load: EngineLoad) -> None:
         self._load = load
@@ -140,7 +135,7 @@ class Turns:
         seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
         waiting = Waiting(now, seconds)
         turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
-        load.wait(waiting)
+        load.queue.add(waiting)
         self._set_timer(now)
         try:
             await turn
@@ -150,13 +145,12 @@ class Turns:
             raise
         finally:
             self._turns.pop(waiting, None)
-            load.leave(waiting)
+            load.queue.remove(waiting)
 
     def _wake(self) -> None:
         now = time.monotonic()
         if self._turns and self._seconds_left(now) <= 0.0:
-            waiting = next_of([*self._turns], now, self._load.shared.limits.first)
-            self._turns.pop(waiting).set_result(None)
+            self._turns.pop(self._load.queue.next([*self._turns], now)).set_result(None)
         self._set_timer(now)
 
     def _seconds_left(self, now: float) -> float:
@@ -203,7 +197,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.turns = Turns(self.load)
-        self.candidate = Candidate(self.load, key=self)
 
     @property
     def name(self) -> str:

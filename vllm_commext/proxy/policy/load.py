@@ -1,19 +1,13 @@
 """Engines' work as a proxy knows it, and their speed. Pure: every time is an argument."""
 
 import math
-from collections.abc import Callable, Sequence
-from heapq import heappush, heappushpop
+from collections.abc import Callable
 
+from vllm_commext.proxy.policy.queue import Queue
 from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
 
-RECENT_SECONDS = 10.0
+RECENT_SECONDS = 3.0
 """Length of an engine's recent time, idle time left out."""
-OUTLOOK_SECONDS = 0.05
-"""Age at which an outlook is made again."""
-PATIENCE = 4.0
-"""A waiting prompt is overtaken for so many times its own length, or so many limits."""
-IN_TIME = 0.95
-"""Share of a limit that a prompt is planned to be computed in."""
 MIN_CLEAN_TOKENS = 16
 SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
@@ -51,13 +45,11 @@ class Answer:
 
     __slots__ = (
         *("context", "first_at", "has_begun", "is_loading", "last_at", "load"),
-        *("max_tokens", "source", "tokens"),
+        *("source", "tokens"),
     )
 
-    def __init__(
-        self, load: "EngineLoad", context: int, max_tokens: int, due: float, is_loading: bool
-    ) -> None:
-        self.load, self.context, self.max_tokens = load, context, max_tokens
+    def __init__(self, load: "EngineLoad", context: int, due: float, is_loading: bool) -> None:
+        self.load, self.context = load, context
         self.is_loading = is_loading
         self.first_at = self.last_at = due
         self.tokens = 0
@@ -114,54 +106,13 @@ class Answer:
             self.source.read()
 
 
-class Waiting:
-    __slots__ = ("due", "seconds", "since")
-
-    def __init__(self, since: float, seconds: float) -> None:
-        self.since, self.seconds = since, seconds
-        self.due = since + PATIENCE * seconds
-
-
-def next_of(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
-    """Choose the next prompt, so that the most begin within *limit* (0: none)."""
-    if not limit:
-        return min(waiting, key=lambda one: one.due)
-    for one in waiting:
-        if now > one.since + PATIENCE * limit:
-            return one
-    kept, _ = in_time(waiting, now, limit)
-    for one, seconds in zip(waiting, kept, strict=True):
-        if one.seconds == seconds:
-            return one
-    return min(waiting, key=lambda one: one.seconds)
-
-
-def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:
-    """Seconds of each prompt that can be computed within *limit*, in order, 0 for the longest,
-    which are put off; and the idx of the one put off for the last, or -1."""
-    kept = [one.seconds for one in waiting]
-    longest: list[tuple[float, int]] = []
-    end, margin, put_off = now, IN_TIME * limit, -1
-    for idx, seconds in enumerate(kept):
-        end += seconds
-        if end > waiting[idx].since + margin:
-            less, put_off = heappushpop(longest, (-seconds, idx))
-            kept[put_off] = 0.0
-            end += less
-        else:
-            heappush(longest, (-seconds, idx))
-            put_off = -1
-    return kept, put_off
-
-
 class EngineLoad:
     def __init__(self, shared: Speeds) -> None:
         self.shared = shared
         self.speed = EngineSpeed(shared)
         self.jobs: dict[Job, None] = {}
         self.answers: dict[Answer, None] = {}
-        self.waiting: dict[Waiting, None] = {}
-        self._waiting_seconds: float | None = 0.0
+        self.queue = Queue(shared.limits.first)
         self.on_done: Callable[[], None] = lambda: None
         self.num_begun = 0
         self.context = 0
@@ -182,14 +133,9 @@ class EngineLoad:
         self._together: list[float] = []
         self.share = 0.0
         """Share of its recent time spent on prompts."""
-        self.mean_answers = 0.0
-        self.mean_context = 0.0
         self._looked_at = 0.0
         self._known = 0.0
         """Share of its recent time that was observed."""
-        self.outlook = 0.0, 0.0
-        """Seconds of its work, and to each token, both with the wait for room in its KV cache."""
-        self.outlook_until = 0.0
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """Note a prompt. is_seen: the caller sees when it is computed."""
@@ -201,24 +147,9 @@ class EngineLoad:
         self.clean_since = math.inf
         return job
 
-    def wait(self, prompt: Waiting) -> None:
-        self.waiting[prompt], self._waiting_seconds = None, None
-
-    def leave(self, prompt: Waiting) -> None:
-        del self.waiting[prompt]
-        self._waiting_seconds = None
-
-    @property
-    def waiting_seconds(self) -> float:
-        if self._waiting_seconds is None:
-            self._waiting_seconds = sum([one.seconds for one in self.waiting])
-        return self._waiting_seconds
-
-    def expect(
-        self, context_tokens: int, max_tokens: int, due: float, is_loading: bool = False
-    ) -> Answer:
+    def expect(self, context_tokens: int, due: float, is_loading: bool = False) -> Answer:
         """Note an answer from about *due* on. is_loading: of another engine's prompt."""
-        answer = Answer(self, context_tokens, max_tokens, due, is_loading)
+        answer = Answer(self, context_tokens, due, is_loading)
         self.answers[answer] = None
         self.coming += context_tokens
         return answer
@@ -279,16 +210,8 @@ class EngineLoad:
     def wait_seconds(self, seconds: float, now: float) -> tuple[float, int]:
         """Seconds until a prompt of *seconds* begins, and how many that wait will be late by it."""
         wait = self.backlog(now)
-        if not self.waiting:
-            return wait, 0
-        limit = self.shared.limits.first
-        if not limit:
-            due = now + PATIENCE * seconds
-            return wait + sum([one.seconds for one in self.waiting if one.due <= due]), 0
-        kept, put_off = in_time([*self.waiting, Waiting(now, seconds)], now + wait, limit)
-        if put_off == len(self.waiting):
-            return wait + self.waiting_seconds, 0
-        return wait + sum(kept) - seconds, int(put_off >= 0)
+        ahead, num_late = self.queue.ahead(seconds, now, now + wait)
+        return wait + ahead, num_late
 
     def note_cache(self, tokens: float, used: float, num_steps: float) -> None:
         """Others' requests make the use more than is known here, shared beginnings less; which
@@ -323,18 +246,8 @@ class EngineLoad:
         left = 1.0 - self.share
         return step / (left if left > 0.05 else 0.05)
 
-    def look_ahead(self, now: float) -> None:
-        """Make the outlook, for `OUTLOOK_SECONDS` or until its work changes."""
-        self.look(now)
-        step = self.speed.step_seconds(self.mean_answers, self.mean_context)
-        pace = self.pace(step)
-        room = self.room_seconds(0.0, pace)
-        self.outlook = self.queued if self.queued > room else room, pace + room
-        self.outlook_until = now + OUTLOOK_SECONDS
-
     def look(self, now: float) -> None:
         """Bring the recent means up to now, before something changes."""
-        self.outlook_until = 0.0
         past = now - self._looked_at
         if past > 0.0:
             self._looked_at = now
@@ -344,5 +257,3 @@ class EngineLoad:
                 new = (1.0 - kept) / self._known
                 kept = 1.0 - new
                 self.share = self.share * kept + (new if self.jobs else 0.0)
-                self.mean_answers = self.mean_answers * kept + new * len(self.answers)
-                self.mean_context = self.mean_context * kept + new * self.context

@@ -9,8 +9,8 @@ expected to miss a limit by it, itself included; among equals, where it takes th
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.policy.load import EngineLoad
@@ -18,19 +18,17 @@ from vllm_commext.proxy.policy.speed import Speeds
 
 MAX_SEEN = 20
 """Answers looked at for a request; they stand for the others."""
-NOW_SHARE = 0.1
-"""Weight of present answers beside recent ones: a peak is over before its answers are."""
-MAX_CANDIDATES = 2
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth."""
+HOPE = 0.9
+"""Share of answers in time where a token takes just the limit."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
+class Candidate(NamedTuple):
     """An engine that may take a step, and the tokens of the prompt it holds."""
 
     load: EngineLoad
@@ -38,8 +36,7 @@ class Candidate:
     key: object = None
 
 
-@dataclass(slots=True)
-class Placement:
+class Way(NamedTuple):
     """Where a request goes, with expected seconds. misses: expected additional missed limits.
     is_late: the first token is expected after its limit."""
 
@@ -52,7 +49,7 @@ class Placement:
 
     @property
     def is_local(self) -> bool:
-        return self.prefill is self.decode
+        return self.prefill.load is self.decode.load
 
 
 BY_PROMPT, BY_ANSWER = 1, 2
@@ -72,19 +69,15 @@ class _Costs:
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
         load = candidate.load
-        if now >= load.outlook_until:
-            load.look_ahead(now)
+        load.look(now)
         speed, length, held = load.speed, load.shared.lengths.mean, candidate.held_tokens
         if held >= tokens:
             held = tokens - 1
         self.candidate = candidate
         self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
         self.num_answers = num = len(load.answers)
-        # Those that run now are some time at the engine, and then as many as of late.
-        most = NOW_SHARE * num + (1.0 - NOW_SHARE) * load.mean_answers
-        context = NOW_SHARE * load.context + (1.0 - NOW_SHARE) * load.mean_context
-        self.step = speed.step_seconds(most, context)
-        self.slower = slower = speed.step_seconds(most + 1.0, context + tokens)
+        self.step = speed.step_seconds(num, load.context)
+        self.slower = slower = speed.step_seconds(num + 1.0, load.context + tokens)
         self.pace = pace = load.pace(slower)
         self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
         self.room = room = load.room_seconds(tokens + length, pace)
@@ -107,24 +100,19 @@ class Planner:
         self,
         now: float,
         tokens: int,
-        max_tokens: int,
         prefill: Sequence[Candidate],
         decode: Sequence[Candidate],
-    ) -> Placement | None:
+    ) -> Way | None:
         """Best placement of a prompt of *tokens*; None while nothing is known of engines' speed.
         Engines for both steps are in both sequences, as the same candidates."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        local, sources, targets = self._shortlisted(prefill, decode, now)
-        costs = {one: _Costs(one, tokens, now) for one in dict.fromkeys(local)}
-        both = list(costs.values())
-        for one in sources:
-            if one not in costs:
-                costs[one] = _Costs(one, tokens, now)
+        costs = {one.load: _Costs(one, tokens, now) for one in (*decode, *prefill)}
+        targets = [costs[one.load] for one in decode]
+        hands_over = self.shared.limits.tpot > 0.0
+        sources = [costs[one.load] for one in prefill] if hands_over else ()
         seen = max(2, MAX_SEEN // len(costs))
-        options = self._options(
-            both, [costs[one] for one in sources], [costs[one] for one in targets], max_tokens
-        )
+        options = self._options(sources, targets)
         options.sort()
         best, least, misses = options[0], math.inf, 0.0
         for option in options:
@@ -143,38 +131,13 @@ class Planner:
         _, _, source, at, own, first, seconds = best
         per_token = seconds / max(self.shared.lengths.mean, 1.0)
         is_late = 0.0 < self.shared.limits.first < first
-        return Placement(source.candidate, at.candidate, first, per_token, own + misses, is_late)
+        return Way(source.candidate, at.candidate, first, per_token, own + misses, is_late)
 
-    def _shortlisted(
-        self, prefill: Sequence[Candidate], decode: Sequence[Candidate], now: float
-    ) -> tuple[Sequence[Candidate], Sequence[Candidate], Sequence[Candidate]]:
-        """The engines with the least to do: for both steps, the first and the second."""
-        limits = self.shared.limits
-        if len(decode) <= MAX_CANDIDATES >= len(prefill):
-            return decode, prefill if limits.tpot else (), decode if limits.tpot else ()
-        patience = 4.0 / limits.first if limits.first else 1.0
-        soonest, idlest, steadiest = _outlooks(decode, now, patience)
-        if not limits.tpot:
-            return [soonest], (), ()
-        local, sources = [soonest, *steadiest], ()
-        if prefill:
-            if prefill is not decode:
-                soonest, idlest, _ = _outlooks(prefill, now, patience)
-            sources = [soonest] if soonest is idlest else [soonest, idlest]
-            local += sources if prefill is decode else [one for one in sources if one in decode]
-        return local, sources, steadiest
-
-    def _options(
-        self,
-        local: Sequence[_Costs],
-        sources: Sequence[_Costs],
-        targets: Sequence[_Costs],
-        max_tokens: int,
-    ) -> list[_Option]:
+    def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
         shared = self.shared
         ways: list[tuple[_Costs, _Costs, float, float, float]] = []
-        for one in local:
+        for one in targets:
             first = (one.backlog if one.backlog > one.room else one.room) + one.prefill
             ways.append((one, one, first, 0.0, one.room))
         for one in sources:
@@ -194,9 +157,9 @@ class Planner:
             if tpot:
                 room = tpot - at.pace
                 if room <= 0.0:
-                    in_time = 0.0
+                    in_time *= HOPE * tpot / at.pace
                 elif late:
-                    in_time *= 1.0 - shared.lengths.ended((late + room) / room, 1, max_tokens)
+                    in_time *= 1.0 - shared.lengths.ended((late + room) / room, 1)
             misses = 1.0 - in_time + source.num_put_off
             if tpot and at.slower >= tpot:
                 misses += 1.0  # all are late there, for as long as there is one too many
@@ -228,53 +191,20 @@ class Planner:
                 spent -= wait
             if new_left > 0.0 and spent - had * new_step + after <= had * new_left:
                 continue  # in time even so
-            most_tokens = answer.max_tokens
-            already = _share_late(ended, spent - had * step + before, left, had, most_tokens)
+            already = _share_late(ended, spent - had * step + before, left, had)
             if already < 1.0:
                 used = spent - had * new_step + after
-                found += _share_late(ended, used, new_left, had, most_tokens) - already
+                found += _share_late(ended, used, new_left, had) - already
             if found * stride > most:
                 break
         at.late[by] = found = found * stride
         return found
 
 
-def _outlooks(
-    engines: Sequence[Candidate], now: float, patience: float
-) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """The engine with the least work; the same with answers counted; and the two with the shortest
-    times per token."""
-    soonest = idlest = engines[0]
-    steadiest: list[Candidate] = []
-    least = fewest = fast = slow = math.inf
-    for one in engines:
-        load, held = one.load, one.held_tokens
-        if now >= load.outlook_until:
-            load.look_ahead(now)
-        seconds, pace = load.outlook
-        if load.waiting:
-            queued = load.queued + load.waiting_seconds
-            seconds = queued if queued > seconds else seconds
-        if held:
-            seconds -= load.speed.prefill_seconds(held, 0, False)
-        if seconds < least:
-            least, soonest = seconds, one
-        alone = len(load.answers) + patience * seconds
-        if alone < fewest:
-            fewest, idlest = alone, one
-        if pace < fast:
-            slow, fast, steadiest = fast, pace, [one, *steadiest[:1]]
-        elif pace < slow:
-            slow, steadiest = pace, [steadiest[0], one]
-    return soonest, idlest, steadiest
-
-
-def _share_late(
-    ended: Callable[[float, int, int], float], used: float, left: float, had: int, most: int
-) -> float:
+def _share_late(ended: Callable[[float, int], float], used: float, left: float, had: int) -> float:
     """Share of answers that end late, with *used* seconds to make up at *left* a token."""
     if left > 0.0:
-        return ended(used / left, had, most)
+        return ended(used / left, had)
     if used >= 0.0:
         return float(used > 0.0 or left < 0.0)
-    return 1.0 - ended(used / left, had, most) if left else 0.0
+    return 1.0 - ended(used / left, had) if left else 0.0

@@ -81,12 +81,20 @@ bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
 """Of each length of an answer, the idx of its share among those that are longer."""
 _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
 """Weights of the neighbouring bins: a length may be a third more or less."""
+UNKNOWN_LENGTHS = 32, 64, 128, 256, 512
+"""Tokens that answers are taken to have before any has ended."""
 
 
 class Lengths:
-    """Distribution of answers' tokens, by recent ones. mean: 1 where none is known."""
+    """Distribution of answers' tokens, by recent ones."""
 
     def __init__(self) -> None:
+        self._forget()
+        for tokens in UNKNOWN_LENGTHS:
+            self._learn(tokens)
+        self._is_known = False
+
+    def _forget(self) -> None:
         self._counts = [0.0] * _NUM_BINS
         self._weight = 1.0
         """Of the latest answer. It grows instead of decaying older samples."""
@@ -95,9 +103,15 @@ class Lengths:
         self._sums = [0.0]
         """Answers in a bin or in longer ones, the last bin's behind a zero, the first one's at the
         end; as far as they are worked out."""
-        self.mean = 1.0
+        self.mean = 0.0
 
     def add(self, tokens: int) -> None:
+        if not self._is_known:
+            self._forget()
+            self._is_known = True
+        self._learn(tokens)
+
+    def _learn(self, tokens: int) -> None:
         self._weight /= _LENGTH_FORGETTING
         middle = bins[min(tokens, MOST_BINNED - 1)]
         del self._sums[_NUM_BINS - min(middle + max(_SPREAD), _NUM_BINS - 1) :]
@@ -112,11 +126,11 @@ class Lengths:
             self._weight = 1.0
         self.mean = self._sum / self._num_samples
 
-    def ended(self, needed: float, had: int, most: int) -> float:
-        """Share of answers of *had* tokens so far, and *most* at most, that end before *needed*."""
+    def ended(self, needed: float, had: int) -> float:
+        """Share of answers of *had* tokens so far that end before *needed*."""
         if needed <= had:
             return 0.0
-        if needed > most or needed >= MOST_BINNED:
+        if needed >= MOST_BINNED:
             return 1.0
         counts, sums = self._counts, self._sums
         if (left := _NUM_BINS + 1 - len(sums)) > 0:

@@ -132,7 +132,7 @@ class Attempt:
         if not asked.endpoint.computes or asked.only is not None:
             return
         self.plan = self._chooser.plan(
-            *(asked.prefix, asked.tokens, asked.most, tries.prefill + tries.decode),
+            *(asked.prefix, asked.tokens, tries.prefill + tries.decode),
             may_hand_over=is_split and asked.local_reason is None,
         )
         if self.plan is not None:
@@ -232,7 +232,7 @@ class Attempt:
         losses = self._tries.losses
         return Payload(
             *(asked.path, asked.headers, body, asked.tokens, streams, asked.prefix, losses),
-            *(self.plan, asked.most, asked.only, self._tries.is_again),
+            *(self.plan, asked.only, self._tries.is_again),
         )
 
     async def _decode(self, payload: Payload, avoided: Sequence[Engine]) -> Opened:

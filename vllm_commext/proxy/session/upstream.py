@@ -20,7 +20,7 @@ from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, MOST_TOKENS, Endpoint
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import Losses, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
@@ -68,8 +68,8 @@ class Prefilled:
 @dataclass(frozen=True)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
-    most: bound on its tokens. only: the one engine that can answer. is_again: its prompt has been
-    computed before. edit: removes from its first events what the client has not asked for."""
+    only: the one engine that can answer. is_again: its prompt has been computed before. edit:
+    removes from its first events what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -79,7 +79,6 @@ class Payload:
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
     plan: Plan | None = None
-    most: int = MOST_TOKENS
     only: Engine | None = None
     is_again: bool = False
     edit: Callable[[bytes], bytes] = lambda events: events
@@ -439,7 +438,7 @@ class Upstream:
         if not payload.is_loading:
             job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
             due = job.until
-        answer = load.expect(payload.tokens, payload.most, due, payload.is_loading)
+        answer = load.expect(payload.tokens, due, payload.is_loading)
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:

@@ -1,0 +1,114 @@
+"""Prompts that wait for an engine's turn, and which goes first. Pure: every time is an argument."""
+
+from collections.abc import Iterator, Sequence
+from heapq import heappush, heappushpop
+
+PATIENCE = 4.0
+"""A waiting prompt is overtaken for so many times its own length, or so many limits."""
+SPARED = 0.1
+"""Share of its time that an engine then has for those that were put off."""
+IN_TIME = 0.95
+"""Share of a limit that a prompt is planned to be computed in."""
+
+
+class Waiting:
+    __slots__ = ("due", "seconds", "since")
+
+    def __init__(self, since: float, seconds: float) -> None:
+        self.since, self.seconds = since, seconds
+        self.due = since + PATIENCE * seconds
+
+
+class Queue:
+    """Prompts that wait, so that the most begin within *limit* seconds (0: none).
+
+    With a limit they go as they came, but the longest are put off when not all can be in time. If
+    prompts that are late already went first, all would be late. So one that has waited `PATIENCE`
+    limits gets `SPARED` of the engine's time. Without a limit the shortest goes first, and
+    overtakes another one for no longer than `PATIENCE` times that one's length.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._waiting: dict[Waiting, None] = {}
+        self._seconds: float | None = 0.0
+        self._spared = 0.0
+        """Seconds of the engine that those that were put off have left to others."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._waiting)
+
+    def add(self, prompt: Waiting) -> None:
+        self._waiting[prompt], self._seconds = None, None
+
+    def remove(self, prompt: Waiting) -> None:
+        del self._waiting[prompt]
+        self._seconds = None
+
+    @property
+    def seconds(self) -> float:
+        if self._seconds is None:
+            self._seconds = sum([one.seconds for one in self._waiting])
+        return self._seconds
+
+    def next(self, among: Sequence[Waiting], now: float) -> Waiting:
+        """Choose the prompt of *among*, in the order in which they came, that goes now."""
+        if not self._limit:
+            return min(among, key=lambda one: one.due)
+        first = among[0]
+        if not self._is_overdue(first, now):
+            self._spared = 0.0
+        elif self._spared >= first.seconds:
+            self._spared -= first.seconds
+            return first
+        chosen = _first_in_time(among, now, self._limit)
+        self._spared += SPARED * chosen.seconds
+        return chosen
+
+    def _is_overdue(self, prompt: Waiting, now: float) -> bool:
+        return now > prompt.since + PATIENCE * self._limit
+
+    def ahead(self, seconds: float, now: float, start: float) -> tuple[float, int]:
+        """Seconds of those that go before a new prompt of *seconds*, if the next goes at *start*,
+        and how many of them will be late by it."""
+        if not self._waiting:
+            return 0.0, 0
+        if not self._limit:
+            due = now + PATIENCE * seconds
+            return sum([one.seconds for one in self._waiting if one.due <= due]), 0
+        kept, put_off = in_time([*self._waiting, Waiting(now, seconds)], start, self._limit)
+        if put_off == len(self._waiting):
+            return self.seconds, 0
+        before = sum(kept) - seconds
+        if self._is_overdue(next(iter(self._waiting)), start):
+            before *= 1.0 + SPARED
+        return before, int(put_off >= 0)
+
+
+def _first_in_time(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
+    kept, _ = in_time(waiting, now, limit)
+    for one, seconds in zip(waiting, kept, strict=True):
+        if one.seconds == seconds:
+            return one
+    return min(waiting, key=lambda one: one.seconds)
+
+
+def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:
+    """Seconds of each prompt that can be computed within *limit*, in order, 0 for the longest,
+    which are put off; and the idx of the one put off for the last, or -1."""
+    kept = [one.seconds for one in waiting]
+    longest: list[tuple[float, int]] = []
+    end, margin, put_off = now, IN_TIME * limit, -1
+    for idx, seconds in enumerate(kept):
+        end += seconds
+        if end > waiting[idx].since + margin:
+            less, put_off = heappushpop(longest, (-seconds, idx))
+            kept[put_off] = 0.0
+            end += less
+        else:
+            heappush(longest, (-seconds, idx))
+            put_off = -1
+    return kept, put_off
