@@ -52,7 +52,7 @@ TARGETS = {
         "nixl/test_request_phases.py nixl/test_pr*.py nixl/test_quarantine.py",
     ),
     "client": (f"{NIXL}/wire/client.py", "nixl/test_client*.py"),
-    "codec": ("vllm_commext/shm/codec.py", "shm/test_plain.py shm/test_codec.py shm/test_steps.py"),
+    "codec": ("vllm_commext/shm/codec.py", "shm/test_codec.py shm/test_steps.py"),
     "ring": (
         "vllm_commext/shm/ring.py vllm_commext/shm/segment.py",
         "shm/test_segment.py shm/test_ring.py shm/test_ring_processes.py",

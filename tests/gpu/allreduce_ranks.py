@@ -52,14 +52,11 @@ class Sum:
         self.bound = world * ROUNDOFF[dtype] * largest + 1e-30
 
     def errors(self, out: torch.Tensor) -> torch.Tensor:
-        """Number of elements outside the bound, on the device."""
         assert out.shape == self.want.shape
         return ((out.double() - self.want).abs() > self.bound).sum()
 
 
 class Rank:
-    """What a check has: vLLM's group, and a dispatcher with every backend."""
-
     def __init__(self, group: Any) -> None:
         self.group, self.communicator = group, group.device_communicator
         self.rank, self.world = group.rank_in_group, group.world_size
@@ -79,7 +76,6 @@ class Rank:
         return Table(self.world, dict.fromkeys(("bfloat16", "float16", "float32"), rows), "test")
 
     def use(self, table: Table) -> None:
-        """Follow another table, with the same backends."""
         backends = list(self.dispatcher.backends.values())
         self.dispatcher = Dispatcher(backends, self.world, table)
 
@@ -200,7 +196,6 @@ def check_unprepared_capture(rank: Rank) -> Figures:
 
 
 def check_create_and_destroy(rank: Rank) -> Figures:
-    """Again and again; the memory comes back."""
     free: list[int] = []
     for _ in range(4):
         made: Dispatcher = create_dispatcher(rank.parts, rank.table())

@@ -11,7 +11,6 @@ from tests.kit.gpu_ranks import Outcome, run_ranks
 
 @pytest.fixture(scope="module", params=[2, 4])
 def outcomes(request: pytest.FixtureRequest) -> Outcome:
-    """Of every check, on 2 and on 4 ranks."""
     from tests.kit.gpu_checks import NUM_GPUS
 
     module, world = request.module, request.param
@@ -24,7 +23,6 @@ def outcomes(request: pytest.FixtureRequest) -> Outcome:
 def report(
     outcomes: Outcome, record_property: Callable[[str, object], None]
 ) -> Callable[[str], None]:
-    """Passes on what the ranks found in a check."""
     from tests.kit.gpu_checks import tell
 
     return lambda check: tell(outcomes, check, record_property)

@@ -47,7 +47,6 @@ Bytes = torch.Tensor
 
 
 def pattern(num_bytes: int, seed: int) -> Bytes:
-    """Bytes that are known wherever they are, on the current GPU."""
     parts: list[Bytes] = []
     for begin in range(0, num_bytes, 1 << 24):
         place = torch.arange(begin, min(begin + (1 << 24), num_bytes), device="cuda")
@@ -85,7 +84,6 @@ class Source:
         self.offer = msgspec.msgpack.decode(bytes.fromhex(encoded), type=MappedOffer)
 
     def kill(self) -> None:
-        """At once; a second call changes nothing."""
         self.process.kill()
         self.process.wait(BOUND_SECONDS)
 
@@ -100,7 +98,6 @@ def layout_of(
     tp_rank: int = 0,
     by_token: bool = False,
 ) -> CacheLayout:
-    """Blocks outermost, then layers; within a layer heads or tokens first."""
     held = NUM_HEADS // tp_size
     layer_bytes = held * BLOCK_TOKENS * token_bytes
     geometry = AttentionGeometry(
@@ -159,7 +156,6 @@ class Case:
         ]
 
     def expected(self) -> Any:
-        """What the memory is to be, byte by byte apart from the reader."""
         torch.cuda.synchronize()
         after = self.memory.cpu().numpy().copy()
         base = self.memory.data_ptr()
@@ -179,13 +175,11 @@ class Case:
         ]
 
     def end(self) -> None:
-        """No process is left."""
         for source in self.sources:
             source.kill()
 
 
 def wait(postings: Iterable[Posting], bound: float = BOUND_SECONDS) -> list[str]:
-    """What went wrong with each; a bound of time for all."""
     end, found = time.monotonic() + bound, list[str]()
     for posting in postings:
         while (said := posting.look()) is None:
@@ -195,9 +189,8 @@ def wait(postings: Iterable[Posting], bound: float = BOUND_SECONDS) -> list[str]
     return found
 
 
-def read_all(mapper: Mapper, case: Case, begin: Callable[[], None] = lambda: None) -> Figures:
-    """Read everything twice, each time behind the beginning of something else, compare every byte,
-    and close the mappings."""
+def read_all(mapper: Mapper, case: Case) -> Figures:
+    """Read everything twice, compare every byte, and close the mappings."""
     before = case.memory.clone()
     readers = case.open(mapper)
     expected = case.expected()
@@ -205,7 +198,6 @@ def read_all(mapper: Mapper, case: Case, begin: Callable[[], None] = lambda: Non
     for _ in range(2):
         case.memory.copy_(before)
         torch.cuda.synchronize()
-        begin()
         started = time.perf_counter()
         postings = [reader.post(pairs) for reader, pairs in zip(readers, case.pairs, strict=True)]
         assert wait(postings) == [""] * len(readers)
@@ -220,13 +212,10 @@ def read_all(mapper: Mapper, case: Case, begin: Callable[[], None] = lambda: Non
     return {"pieces": pieces, "ms": seconds * 1e3, "gb_s": num_bytes / seconds / 1e9}
 
 
-def checked(
-    mapper: Mapper, *args: Any, begin: Callable[[], None] = lambda: None, **shape: Any
-) -> Figures:
-    """Make a case, read it, and end its workers."""
+def checked(mapper: Mapper, *args: Any, **shape: Any) -> Figures:
     case = Case(*args, **shape)
     try:
-        return read_all(mapper, case, begin)
+        return read_all(mapper, case)
     finally:
         case.end()
 
@@ -241,33 +230,9 @@ def check_split(mapper: Mapper) -> Figures:
     return checked(mapper, 128, tp_size=2, num_layers=32, token_bytes=512)
 
 
-def check_tiny(mapper: Mapper) -> Figures:
-    """Token by token and head by head."""
-    return checked(mapper, 32, num_layers=4, token_bytes=96, by_token=True)
-
-
 def check_odd(mapper: Mapper) -> Figures:
-    """The same where nothing is aligned."""
+    """Token by token and head by head, where nothing is aligned."""
     return checked(mapper, 16, num_layers=3, token_bytes=37, by_token=True)
-
-
-def check_busy(mapper: Mapper) -> Figures:
-    """Beside matrix products on another stream, which are as right as without."""
-    torch.manual_seed(0)
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    want = a @ a
-    got = torch.empty_like(want)
-    side = torch.cuda.Stream()
-
-    def begin() -> None:
-        with torch.cuda.stream(side):
-            for _ in range(100):
-                torch.matmul(a, a, out=got)
-
-    figures = checked(mapper, 128, begin=begin, tp_size=2, num_layers=32, token_bytes=512)
-    torch.cuda.synchronize()
-    assert torch.equal(got, want)
-    return figures
 
 
 def check_reopened(mapper: Mapper) -> Figures:

@@ -24,12 +24,7 @@ def find_cupti() -> str:
 
 
 class MulticastCalls:
-    """Counts from its creation on, by function; one at a time in a process.
-
-    Raises:
-        OSError: there is no CUPTI.
-        RuntimeError: CUPTI refuses, or knows no multicast function.
-    """
+    """Counts from its creation on, by function; one at a time in a process."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

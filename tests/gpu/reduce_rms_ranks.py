@@ -94,7 +94,6 @@ class Verifier:
 
 
 def random_tokens(numbers: random.Random) -> int:
-    """Large, small, large."""
     kind = numbers.random()
     if kind < 0.6:
         return numbers.randrange(1, 40)

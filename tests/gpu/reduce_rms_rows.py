@@ -16,12 +16,8 @@ qk_rms_norm = torch.ops.vllm_commext.qk_rms_norm
 
 
 class Rows:
-    """Rows of all ranks, the same numbers on every rank, and what the norm of this rank's is.
-
-    Attributes:
-        qkv: this rank's packed rows, [tokens, q + 2 * kv].
-        q_want: float64, [tokens, q]; with `k_want` the RMSNorm over all ranks.
-    """
+    """Rows of all ranks, the same numbers on every rank; `qkv`: this rank's, [tokens, q + 2 * kv];
+    `q_want`, `k_want`: the RMSNorm over all ranks in float64."""
 
     def __init__(
         self, seed: int, tokens: int, q: int, kv: int, dtype: torch.dtype, rank: int, world: int

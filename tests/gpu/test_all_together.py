@@ -83,7 +83,6 @@ class Cluster:
     def ask(
         self, name: str, prompts: Sequence[Sequence[int]], at_once: int = CONCURRENCY
     ) -> list[Completion]:
-        """Answers of one server, many requests at a time."""
         url = self.servers[name].url
 
         def one(prompt: Sequence[int]) -> Completion:
@@ -135,7 +134,6 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
 
 
 def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
-    """All at once."""
     if kind == "minimax":
         model = write_minimax(folder / "model", "cuda")
     else:
@@ -235,7 +233,6 @@ def test_many_at_a_time(cluster: Cluster, record_property: Callable[[str, object
 
 
 def unlikely(expected: Sequence[Completion], got: Sequence[Completion], nats: float) -> int:
-    """Number of requests that got a token neither expected nor about as likely."""
     return sum(not near_enough(*pair, nats) for pair in zip(expected, got, strict=True))
 
 

@@ -25,7 +25,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def lines() -> tuple[dict[str, Any], str]:
-    """By check, what the reader says, and all of it."""
     path = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *CHECKS],

@@ -21,7 +21,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def needs_nvrtc() -> None:
-    """Skips with the reason where no kernel can be compiled."""
     try:
         nvrtc.nvrtc_version()
     except UnsupportedError as error:

@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Enough of the project to build its extension and its wheel."""
     for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path)

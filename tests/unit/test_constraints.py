@@ -19,7 +19,6 @@ VLLMS = re.compile(r"(torch|nvidia|cuda|triton)")
 
 
 def required(name: str, extras: tuple[str, ...]) -> list[Requirement]:
-    """Of an installed distribution, for this Python."""
     listed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
     return [
         one

@@ -64,7 +64,6 @@ def test_missing_or_failed_transfers_break_the_claim(num_bytes: int, failures: i
 
 
 def likely(first: tuple[int, float], second: tuple[int, float]) -> Completion:
-    """An answer of one token, ``first``, with the logprobs of two."""
     return Completion((1, 2), (first[0],), (dict([first, second]),), "length")
 
 

@@ -76,7 +76,6 @@ def test_what_the_dockerfile_copies_is_enough_for_the_wheel(tmp_path: Path) -> N
 
 @functools.cache
 def documents() -> list[dict[str, Any]]:
-    """Of all manifests."""
     return [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text())]
 
 
@@ -164,57 +163,39 @@ def test_the_base_names_all_manifests() -> None:
     assert base["resources"] == [path.name for path in MANIFESTS]
 
 
-def merged(base: Any, patch: Any) -> Any:
-    """A strategic merge: objects by key, lists by ``name`` or in place of the other."""
-    if isinstance(base, dict) and isinstance(patch, dict):
-        return {key: merged(base.get(key), patch.get(key, base.get(key))) for key in base | patch}
-    if not (isinstance(base, list) and patch and "name" in patch[0]):
-        return patch
-    patches = {one["name"]: one for one in patch}
-    kept = [merged(one, patches.pop(one["name"], one)) for one in base]
-    return [*kept, *patches.values()]
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "commext-proxy"])
-def test_the_overlay_gives_engines_rdma(name: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    overlay = yaml.safe_load((K8S / "rdma" / KUSTOMIZATION).read_text())
-    assert [(K8S / "rdma" / one).resolve() for one in overlay["resources"]] == [K8S / "base"]
-    (patch,) = overlay["patches"]
-    chosen = re.fullmatch(r"(\S+) in \((.+)\)", patch["target"]["labelSelector"])
-    assert chosen is not None
-    assert (labels(name)[chosen[1]] in chosen[2].split(", ")) == (name in ENGINES)
-    base = of_kind("Deployment")[name]
-    found = merged(base, yaml.safe_load((K8S / "rdma" / patch["path"]).read_text()))
-    validate.validate(found, validate.latest_version(), strict=True)
-    if name not in ENGINES:
-        return
-    (engine,) = found["spec"]["template"]["spec"]["containers"]
-    assert engine["resources"]["limits"].keys() - container(name)["resources"]["limits"].keys()
-    assert engine["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
-    assert {one["name"] for one in engine["env"]} > {one["name"] for one in container(name)["env"]}
-    assert {**engine, **container(name)} == container(name)
-
-
-def test_the_overlay_for_70b_gives_each_engine_a_node() -> None:
+def containers_of(overlay: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Each deployment and its one container, as kustomize puts the overlay together."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("no kubectl, whose kustomize puts overlays together")
     done = subprocess.run(
-        [program, "kustomize", K8S / "rdma_70b"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [program, "kustomize", K8S / overlay], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     validate = pytest.importorskip("kubernetes_validate")
     made = [one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "Deployment"]
-    assert {one["metadata"]["name"] for one in made} == set(of_kind("Deployment"))
     for deployment in made:
         validate.validate(deployment, validate.latest_version(), strict=True)
-        name, pod = deployment["metadata"]["name"], deployment["spec"]["template"]["spec"]
-        (found,) = pod["containers"]
+    found = {one["metadata"]["name"]: one["spec"] for one in made}
+    assert found.keys() == of_kind("Deployment").keys()
+    return {name: (of, of["template"]["spec"]["containers"][0]) for name, of in found.items()}
+
+
+def test_the_overlay_gives_engines_rdma() -> None:
+    for name, (_, engine) in containers_of("rdma").items():
+        before = container(name)
+        if name not in ENGINES:
+            assert engine == before
+            continue
+        assert engine["resources"]["limits"].keys() - before["resources"]["limits"].keys()
+        assert engine["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+        assert {one["name"] for one in engine["env"]} > {one["name"] for one in before["env"]}
+        assert {**engine, **before} == before
+
+
+def test_the_overlay_for_70b_gives_each_engine_a_node() -> None:
+    for name, (deployment, found) in containers_of("rdma_70b").items():
+        pod = deployment["template"]["spec"]
         if name not in ENGINES:
             assert found == container(name)
             continue
@@ -225,7 +206,7 @@ def test_the_overlay_for_70b_gives_each_engine_a_node() -> None:
         assert found["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
         (nics,) = (one["value"] for one in found["env"] if one["name"] == "UCX_NET_DEVICES")
         assert len(set(nics.split(","))) == gpus
-        assert deployment["spec"]["replicas"] == 2
+        assert deployment["replicas"] == 2
         (models,) = (one for one in pod["volumes"] if one["name"] == "models")
         assert models.keys() == {"name", "persistentVolumeClaim"}
 

@@ -26,8 +26,6 @@ vllm:commext_nixl_held_requests{{engine="0"}} {held}
 
 
 class Connection:
-    """One ASGI connection: what the client sends, and what it is told."""
-
     def __init__(self, method: str, path: str, kind: str = "http", pieces: int = 2) -> None:
         self.scope = {"type": kind, "method": method, "path": path}
         self.told: list[Any] = []
@@ -166,8 +164,6 @@ def test_the_command_makes_a_folder_of_its_own(engine: Any, tmp_path: Path) -> N
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
-    """Answers as an engine behind its gate: each look finds one thing less to do."""
-
     file: Path
     is_gated = True
     running = 3

@@ -34,7 +34,6 @@ def imported_from_vllm(tree: ast.AST) -> set[str]:
 
 
 def base_of(node: ast.expr) -> str:
-    """``a`` of ``a.b.c``."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""

@@ -56,7 +56,6 @@ def model(folder: Path) -> torch.nn.Module:
 
 
 def prompt_and_changed(seed: int = 0) -> tuple[list[int], list[int]]:
-    """A prompt, and the same with another token at place ``EARLY``."""
     rng = random.Random(seed)
     prompt = [rng.randrange(NUM_BYTES) for _ in range(NUM_PROMPT_TOKENS)]
     changed = [*prompt]

@@ -35,7 +35,6 @@ PREFETCHING = 2  # blocks
 
 @functools.cache
 def library(shape: FusedShape, form: Form, world_size: int) -> ctypes.CDLL:
-    """The kernel of all ranks for this CPU."""
     loaded = compile_kernel(Program(form.kernel), form.macros(shape, world_size, rank=0))
     assert loaded.args_bytes() == ctypes.sizeof(
         arguments_type(fused.ARGUMENTS, WORLD_SIZE=world_size)
@@ -45,12 +44,7 @@ def library(shape: FusedShape, form: Form, world_size: int) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Call:
-    """One call on all ranks.
-
-    Attributes:
-        parts: by rank, [rows, hidden].
-        scale: given under `STATIC_FP8`.
-    """
+    """One call on all ranks; parts by rank, [rows, hidden]."""
 
     shape: FusedShape
     form: Form
@@ -77,8 +71,6 @@ def make_call(
 
 
 class Ranks:
-    """The memories and counters of all ranks of a group, in this process."""
-
     def __init__(self, world_size: int, half_packs: int) -> None:
         self.world_size, self.half_packs = world_size, half_packs
         self.memories = [np.full(2 * half_packs * 4, EMPTY, np.uint32) for _ in range(world_size)]
@@ -86,7 +78,6 @@ class Ranks:
         self.next_weight = torch.zeros(50, 192, dtype=torch.uint8)
 
     def run(self, calls: list[Call], most_blocks: int, seed: int) -> list[list[Outputs]]:
-        """By rank and call, the outputs; all ranks run at the same time."""
         outputs = [
             [fused.make_outputs(call.shape, call.parts[rank], call.scale) for call in calls]
             for rank in range(self.world_size)
@@ -144,7 +135,6 @@ def _add_32(values: np.ndarray) -> np.ndarray:
 
 
 def _padded(values: np.ndarray) -> np.ndarray:
-    """As rows of 32, with zeros at the end."""
     rest = -values.shape[-1] % WARP
     padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, rest)])
     return padded.reshape(*values.shape[:-1], -1, WARP)
@@ -161,7 +151,6 @@ def sums_of_squares(z: torch.Tensor) -> np.ndarray:
 
 
 def expected(call: Call) -> Outputs:
-    """What every rank should have."""
     total = call.parts[0].float()
     for part in call.parts[1:]:
         total = total + part.float()

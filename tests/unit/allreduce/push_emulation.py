@@ -21,7 +21,6 @@ TIMEOUT_NS = 60_000_000_000
 
 @functools.cache
 def library(layout: PushLayout, dtype: str) -> ctypes.CDLL:
-    """The kernel of all ranks for this CPU."""
     loaded = compile_kernel(Program(layout.kernel), layout.macros(ELEMENT_CODES[dtype], rank=0))
     assert loaded.args_bytes() == ctypes.sizeof(
         arguments_type(push.ARGUMENTS, WORLD_SIZE=layout.world_size)
@@ -40,7 +39,6 @@ def in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
 def random_calls(
     world_size: int, dtype: torch.dtype, sizes: list[int], seed: int
 ) -> list[list[torch.Tensor]]:
-    """By rank and call, messages of so many packs."""
     generator = torch.Generator().manual_seed(seed)
     elements = [size * PACK_BYTES // dtype.itemsize for size in sizes]
     return [
@@ -50,8 +48,6 @@ def random_calls(
 
 
 class Ranks:
-    """The memories and counters of all ranks of a group, in this process."""
-
     def __init__(self, world_size: int, max_bytes: int) -> None:
         self.layout = PushLayout(world_size, max_bytes)
         self.memories = [
@@ -74,11 +70,9 @@ class Ranks:
         return outputs
 
     def _library(self, tensor: torch.Tensor) -> ctypes.CDLL:
-        """The kernel that such a message takes."""
         return library(self.layout, str(tensor.dtype).removeprefix("torch."))
 
     def _call(self, call: Any, rank: int, tensor: torch.Tensor, out: torch.Tensor) -> Any:
-        """``Args`` of a rank's call."""
         call.input, call.output = tensor.data_ptr(), out.data_ptr()
         call.state = self.states[rank].ctypes.data
         call.num_packs = tensor.nbytes // PACK_BYTES

@@ -23,8 +23,6 @@ GROUP: Any = SimpleNamespace(group_name="tp")
 
 
 class Stub:
-    """The parts of FlashInfer that are called, and what they were called with."""
-
     def __init__(self, version: str = "0.7.0.post1") -> None:
         self.created: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []

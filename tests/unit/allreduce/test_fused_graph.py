@@ -95,20 +95,12 @@ def _group() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layer:
-    """An all-reduce and a norm, and what is unusual about them.
-
-    Attributes:
-        residual: whether the norm adds one.
-        gemma: the weight is ``float(weight) + 1``.
-        spoiled: empty, or why the two must stay as they are.
-        early: the sum has a user between the all-reduce and the norm, which is no hindrance where
-            no residual is added.
-    """
+    """An all-reduce and a norm, and what is unusual about them."""
 
     residual: bool
-    gemma: bool = False
-    spoiled: str = ""
-    early: bool = False
+    gemma: bool = False  # the weight is ``float(weight) + 1``
+    spoiled: str = ""  # why the two must stay as they are
+    early: bool = False  # the sum has a user before the norm: no hindrance without a residual
 
     @property
     def is_replaced(self) -> bool:
@@ -120,7 +112,6 @@ SPOILED += ("quantised", "quantised into")
 
 
 def run_layer(layer: Layer, x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
-    """The norm, the new residual, and what else came of it."""
     total = TEST.all_reduce(x.tanh(), OTHER if layer.spoiled == "group" else OURS)
     more = [total + 1] if layer.early else []
     if layer.spoiled == "copied":
@@ -149,7 +140,6 @@ def quantised(out: Tensor, spoiled: str) -> Tensor:
 
 
 def graph_of(layers: list[Layer], dtype: torch.dtype) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """The layers one after the other, each with the residual of the one before."""
     generator = torch.Generator().manual_seed(len(layers))
     arguments = [torch.randn(3, HIDDEN, generator=generator).to(dtype) for _ in range(2)]
     weights = [torch.randn(HIDDEN, generator=generator).to(dtype) for _ in layers]

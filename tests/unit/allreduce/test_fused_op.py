@@ -42,7 +42,6 @@ twofold = fused_op.after_all_reduce(lambda x: x + x)
 
 @pytest.fixture
 def twice() -> Iterator[str]:
-    """A group of two ranks with the same rows."""
     fused_op.register_group("twice", FusedNorm(twofold, None, FusedPolicy(None)))
     yield "twice"
     fused_op.forget_group("twice")
@@ -107,8 +106,6 @@ def test_what_is_wrong_is_said(twice: str, change: dict[str, Any], message: str)
 
 
 class Backend:
-    """In place of kernels; says what it was asked."""
-
     name = limits.FUSED_PUSH
 
     def __init__(self, problem: str = "") -> None:
@@ -231,8 +228,6 @@ def test_what_finds_no_room_goes_in_parts(epilogue: str, residual: bool) -> None
 
 
 class Function:
-    """A loaded kernel: its source, run on the CPU."""
-
     def __init__(self, shape: FusedShape, form: Form, rank: int) -> None:
         self._loaded, self._rank = library(shape, form, 2), rank
 

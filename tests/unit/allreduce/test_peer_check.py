@@ -22,8 +22,6 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this mac
 
 
 class Machine:
-    """Memories of all ranks; what `lost` has as (from, to) is stored nowhere."""
-
     def __init__(self, world_size: int, lost: set[tuple[int, int]]) -> None:
         self.world_size, self.lost = world_size, lost
         self.memories = [np.full(WORDS, EMPTY, np.uint32) for _ in range(world_size)]
@@ -44,8 +42,6 @@ class Machine:
         run_calls(self.kernel, ctypes.byref(arguments), [1], 1, rank, rank)
 
     def run(self, timeout_ns: int) -> list[int]:
-        """Each rank's answer."""
-
         def body(rank: int) -> None:
             made = arguments_type(PEER_CHECK_ARGUMENTS, WORLD_SIZE=self.world_size)()
             made.answer, made.timeout_ns = self.answers[rank].ctypes.data, timeout_ns

@@ -50,8 +50,6 @@ def test_blocks_that_prefetch_find_a_multiprocessor(rows: int, blocks: int) -> N
 
 
 class TestWeights:
-    """Which tensors pieces are asked of."""
-
     def pieces_of(self, weight: torch.Tensor | None) -> tuple[int, layout.Pieces]:
         return of_weight(weight, 132, 8 * MIB)
 

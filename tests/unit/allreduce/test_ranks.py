@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 40)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank printed, by check."""
     store = tmp_path_factory.mktemp("store") / "store"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
@@ -41,16 +40,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     assert [process.returncode for process in processes] == [0] * WORLD, texts
     lines = [[json.loads(line) for line in out.splitlines()] for out, _ in texts]
     return [{line["check"]: line["found"] for line in of_rank} for of_rank in lines]
-
-
-def test_ranks_choose_alike(found: list[dict[str, Any]]) -> None:
-    mine, other = (rank["agreement"] for rank in found)
-    assert mine == other
-    assert mine["wrong"] == 0
-    assert set(mine["log"]) == {"vllm", "-", "any", "packed", "tiny"}
-    assert mine["served"]["any"] == mine["log"].count("any")
-    assert mine["refused"]["packed"] > 0
-    assert mine["refused"]["tiny"] > 0
 
 
 def test_objects_travel(found: list[dict[str, Any]]) -> None:

@@ -18,7 +18,6 @@ FAILS_EVERY = {"good": 1 << 30, "flaky": 3, "broken": 1}
 
 
 def failing(every: int) -> Handler:
-    """Fail each request whose number can be divided by *every*; count no tokens."""
     numbers = count(1)
 
     async def answer(request: web.Request) -> web.StreamResponse:

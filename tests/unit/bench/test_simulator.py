@@ -16,8 +16,6 @@ ONE = (Hardware(),)
 
 
 class Seen(Replicas):
-    """Whole requests to engines, and what a proxy sees of them."""
-
     def __init__(self, hardware: tuple[Hardware, ...] = ONE) -> None:
         super().__init__(hardware)
         self.times: list[float] = []

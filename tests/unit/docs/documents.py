@@ -19,21 +19,14 @@ REMARK = re.compile(r"(?<=\S)\s{2,}(?=[^\s\\-]).*$")
 
 @dataclass(frozen=True)
 class Command:
-    """One command as a reader would paste it.
+    """One command as a reader would paste it."""
 
-    Attributes:
-        place: document and line, for messages.
-        environment: what stands before it, ``NAME=value``.
-        words: the program and its arguments.
-    """
-
-    place: str
+    place: str  # document and line
     environment: dict[str, str]
     words: tuple[str, ...]
 
 
 def documents() -> list[Path]:
-    """Every document, results of benchmarks aside."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
     return sorted([*found, *ROOT.glob("csrc/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
@@ -87,7 +80,6 @@ def parse(place: str, line: str) -> Command | None:
 
 
 def commands(path: Path) -> Iterator[Command]:
-    """Every command of a document; a chain by ``&&`` is one."""
     for block in blocks(path.read_text(encoding="utf-8")):
         for number, line in joined(block):
             command = parse(f"{name_of(path)}:{number}", line)

@@ -32,7 +32,6 @@ CURRENT = [path for path in documents() if path.name != "CHANGELOG.md"]
 
 
 def called(command: Command) -> str:
-    """The command's text from the program on, with the path of an example's script."""
     folder = command.place.rpartition("/")[0]
     return " ".join(command.words).replace("./run.sh", f"{folder}/run.sh")
 

@@ -18,7 +18,6 @@ SURFACES = ROOT / "docs" / "ports_and_security.md"
 
 
 def slug(heading: str) -> str:
-    """What GitHub makes of a heading."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
     return re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
 
@@ -42,7 +41,6 @@ def test_what_a_document_links_to_and_names_is_there(path: Path) -> None:
 
 
 def table(head: str) -> list[list[str]]:
-    """The cells of the rows below *head*."""
     _, _, rest = SURFACES.read_text().partition(f"{head}\n|---")
     rows = rest.partition("\n\n")[0].splitlines()[1:]
     return [row.strip("| ").split(" | ") for row in rows]

@@ -17,7 +17,6 @@ EMPTY = kernel.SENTINEL_BITS << 32 | kernel.SENTINEL_BITS
 
 @functools.cache
 def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
-    """The kernel of one shape for this CPU."""
     macros = kernel.macros(shape, tiling)
     loaded = compile_kernel(
         PROGRAM, {**macros, "THREADS": "BLOCK_THREADS", "NUM_TEAMS": "BLOCK_TEAMS"}
@@ -27,8 +26,6 @@ def library(shape: Shape, tiling: Tiling) -> ctypes.CDLL:
 
 
 class Ranks:
-    """The workspaces of all ranks of a group, in this process's memory."""
-
     def __init__(self, world_size: int, max_tokens: int, timeout_seconds: float = 30.0) -> None:
         self.world_size, self.timeout_ns = world_size, int(timeout_seconds * 1e9)
         words = max_tokens * world_size
@@ -51,17 +48,13 @@ class Ranks:
         return range(self.world_size)
 
     def failure(self, rank: int) -> Failure | None:
-        """What the host would read on that rank."""
         return kernel.decode_failure(int(self.failures[rank][1]))
 
     def slot_words_in_use(self, rank: int) -> np.ndarray:
-        """Per slot, how many words are not empty."""
         return (self.slots[rank].reshape(kernel.NUM_SLOTS, -1) != EMPTY).sum(axis=1)
 
 
 class Call:
-    """One call on one rank: its rows, and the outputs once it has run."""
-
     def __init__(
         self,
         rows: torch.Tensor,
@@ -98,7 +91,6 @@ class Call:
 def run(
     shape: Shape, tiling: Tiling, streams: list[list[Call]], workers: int = 2, seed: int = 0
 ) -> None:
-    """Run every stream's calls in their order, the streams at the same time."""
     loaded, kind = library(shape, tiling), type(streams[0][0].arguments)
 
     def stream(index: int) -> None:

@@ -44,14 +44,8 @@ class Handle:
 
 
 class Runtime:
-    """The part of ``cuda.bindings.runtime`` that `ipc` uses.
-
-    Attributes:
-        memory: what is allocated, by address.
-        opened: addresses that are mapped, once for each mapping.
-        refuse_mapping: whether nobody may map another's memory.
-        loses_stores: whether what is stored into another's memory does not come there.
-    """
+    """The part of ``cuda.bindings.runtime`` that `ipc` uses. `opened` has an address once for each
+    mapping; what is stored into another's memory may be lost."""
 
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1)  # noqa: N815
     cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815
@@ -101,7 +95,6 @@ class Runtime:
         return (OK,)
 
     def check_delivery(self, addresses: Any, collective: Collective) -> None:
-        """In place of `ipc.check_delivery`."""
         assert len(addresses) == collective.world_size
 
         def look() -> None:
@@ -131,8 +124,6 @@ class Group:
         return self._values[number]
 
     def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
-        """What the body returns, or the exception that it raises, on each rank."""
-
         def start(rank: int) -> Any:
             self._here.rank, self._here.numbers = rank, itertools.count()
             return rank_body(rank)

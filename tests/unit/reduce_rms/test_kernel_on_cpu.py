@@ -30,7 +30,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def make_calls(
     shape: Shape, ranks: Ranks, token_counts: list[int], seed: int, scale: float = 1.0
 ) -> list[list[Call]]:
-    """The same sequence of calls on every rank, each with rows of its own."""
     random = torch.Generator().manual_seed(seed)
     dtype, weight_dtype = DTYPES[shape.dtype], DTYPES[shape.weight_dtype]
     columns = shape.q_size + 2 * shape.k_size + 8

@@ -34,7 +34,6 @@ def make(rank: int, **options: Any) -> LamportWorkspace:
 
 
 def words_of(workspace: LamportWorkspace) -> list[int]:
-    """What the kernel reads."""
     count = kernel.num_words(RANKS)
     return list((ctypes.c_uint64 * count).from_address(workspace.words_ptr))
 

@@ -37,7 +37,6 @@ def say(what: object) -> None:
 
 
 def attach(handle: Any, rank: int = 0) -> Any:
-    """A reader that waits until its writer is ready too."""
     queue = queue_class().create_from_handle(handle, rank)
     say("attached")
     queue.wait_until_ready()
@@ -45,7 +44,6 @@ def attach(handle: Any, rank: int = 0) -> Any:
 
 
 def make(**options: Any) -> Any:
-    """A writer with one reader in the parent."""
     queue = queue_class()(1, 1, **options)
     say(queue.export_handle())
     queue.wait_until_ready()
@@ -102,7 +100,6 @@ def write_large_slowly(dies: bool) -> None:
 
 
 def write_a_queue_and_sleep(folder: str) -> None:
-    """A queue, and what files it has."""
     before = set(os.listdir(folder))
     queue = make()
     queue.enqueue("hello")

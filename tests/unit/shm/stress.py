@@ -12,7 +12,6 @@ SHAPE: dict[str, Any] = {"max_chunk_bytes": 1 << 15, "max_chunks": 2}  # a ring 
 
 
 def start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
-    """A process that works with one end of a pipe, and the other end."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=work, args=(theirs, *arguments))
     process.start()
@@ -21,7 +20,6 @@ def start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connectio
 
 
 def arguments(doc: str | None, count: str) -> argparse.ArgumentParser:
-    """Options of a script: how much of *count*, and a seed."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument(f"--{count}", type=int, required=True)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -26,7 +26,6 @@ AT_ONCE = 8
 
 
 def report_error(link: Connection, queue: MessageQueue, work: Any) -> None:
-    """Work until an error comes; say which and when."""
     try:
         queue.wait_until_ready()
         link.send("ready")
@@ -58,8 +57,6 @@ def read(link: Connection, handle: Any, rank: int) -> None:
 
 @dataclass
 class Group:
-    """One queue's processes, the writer first."""
-
     processes: list[Any] = field(default_factory=list)
     links: list[Connection] = field(default_factory=list)
     segment: str = ""

@@ -41,7 +41,6 @@ def damaged_address(rng: random.Random, address: RingAddress) -> RingAddress:
 
 
 def one_round(rng: random.Random) -> bool:
-    """Whether the damage was noticed."""
     budget = rng.choice((0, 1 << 20))
     writer = RingWriter.create(2, CAPACITY, budget)
     address, before = writer.address, rng.random() < 0.5

@@ -28,7 +28,6 @@ FORK_EVERY = 5000
 
 
 def make_pool() -> list[bytes]:
-    """Contents of 0 B to 100 KiB, most of them small."""
     rng = random.Random(7)
     sizes = [rng.choice((300, 300, 300, 300, 3000)) for _ in range(POOL_SIZE)]
     sizes[::100] = [100 << 10] * len(sizes[::100])
@@ -133,7 +132,6 @@ def torment_until_read(processes: list[Any], links: list[Connection], most: int)
 
 
 def run(n_readers: int, count: int, torment: int) -> None:
-    """One writer and its readers; raises if any of them has found anything wrong."""
     signal.signal(signal.SIGUSR1, raise_once)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # and in all children
     writer, to_writer = start(write, n_readers, count)

@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 import torch
 
 from tests.kit.threads import outcomes, together
@@ -33,7 +31,6 @@ DTYPES = sorted(SUMMABLE, key=str)
 
 
 def exchange_among(world_size: int) -> Callable[[int], Callable[[Any], list[Any]]]:
-    """Of each rank, what `Collective` takes, for threads."""
     turns, here = [[None] * world_size for _ in range(2)], threading.Barrier(world_size)
 
     def of_rank(rank: int) -> Callable[[Any], list[Any]]:
@@ -52,7 +49,6 @@ def exchange_among(world_size: int) -> Callable[[int], Callable[[Any], list[Any]
 
 @contextmanager
 def ranks_of(world_size: int) -> Iterator[list[RingGroup]]:
-    """The ranks of one group; each call of all of them is in threads of its own."""
     exchange = exchange_among(world_size)
     groups = together(
         lambda rank: RingGroup.connect(Collective(rank, world_size, exchange(rank))), world_size
@@ -66,7 +62,6 @@ def ranks_of(world_size: int) -> Iterator[list[RingGroup]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[dict[int, list[RingGroup]]]:
-    """Groups by their size, for all examples of a test."""
     with ranks_of(2) as two, ranks_of(3) as three, ranks_of(4) as four:
         yield {2: two, 3: three, 4: four}
 
@@ -105,7 +100,6 @@ def test_what_gloo_sums_faster_or_alone_is_left_to_it(
 
 
 def tensors(data: st.DataObject, world_size: int, dtype: Any) -> list[Any]:
-    """One a rank, of one shape, contiguous or not."""
     shape = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=3), label="shape")
     turned = data.draw(st.booleans(), label="turned")
     torch.manual_seed(data.draw(st.integers(0, 999), label="seed"))

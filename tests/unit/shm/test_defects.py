@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from tests.kit.threads import in_thread
 
 from .child import KIND, LARGE, SMALL, queue_class
@@ -30,7 +28,6 @@ ENOUGH_SECONDS = 60.0  # for a wait that must end
 
 
 def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> object:
-    """What `work` returns or raises in a thread while `meanwhile` runs here."""
     thread, results = in_thread(work)
     meanwhile()
     thread.join(ENOUGH_SECONDS)
@@ -38,7 +35,6 @@ def outcome(work: Callable[[], object], meanwhile: Callable[[], object] = lambda
 
 
 def local_pair(**options: Any) -> tuple[Any, Any]:
-    """With both ends ready."""
     writer = queue_class()(1, 1, **options)
     reader = queue_class().create_from_handle(writer.export_handle(), 0)
     ready, _ = in_thread(reader.wait_until_ready)

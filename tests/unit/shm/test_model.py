@@ -8,8 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from tests.kit.threads import in_thread
 from vllm_commext.shm.queue import MessageQueue
 

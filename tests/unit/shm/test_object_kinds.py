@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from vllm_commext.shm.queue import MessageQueue
 
 from .test_steps import Colour, Name, Number, Pair
@@ -155,7 +153,6 @@ TENSORS: dict[str, Callable[[], Any]] = {
 
 
 def described(tensor: Any) -> Any:
-    """All that there is about it but its values."""
     strides = tensor.stride() if tensor.layout is torch.strided and tensor.numel() else ()
     strides = [stride for stride, n in zip(strides, tensor.shape, strict=False) if n > 1]
     return (
@@ -166,7 +163,6 @@ def described(tensor: Any) -> Any:
 
 
 def values(tensor: Any) -> Any:
-    """As what any two tensors can be compared by."""
     if tensor.device.type == "meta":
         return torch.zeros(0)
     if tensor.is_quantized:
@@ -208,7 +204,6 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 def memory_of(tensor: Any) -> bytes:
-    """Its elements in order, whatever numpy and torch can do with the dtype."""
     stored = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
     items = stored.view(f"V{tensor.itemsize}")[tensor.storage_offset() :]
     strides = [stride * tensor.itemsize for stride in tensor.stride()]

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from vllm_commext.shm.ring import RingReader, RingWriter
 
 SOURCE = Path(__file__).with_name("guess_waits.c")

@@ -2,15 +2,17 @@
 
 import os
 import pickle
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kit.threads import in_thread
-from vllm_commext.errors import ProtocolError
+from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.ring import (
     ATTACHED,
     STATE_NAMES,
@@ -19,6 +21,7 @@ from vllm_commext.shm.ring import (
     RingReader,
     RingWriter,
 )
+from vllm_commext.shm.segment import segment_bytes
 
 CAPACITY = 4096
 
@@ -203,3 +206,76 @@ def test_a_forked_child_changes_nothing() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     writer.write(b"from the parent", timeout=60)
     assert reader.read(timeout=60) == b"from the parent"
+
+
+# --- where records lie: in the first quarter while readers keep up, in all of the ring else
+
+WIDE = 64 << 10
+WINDOW = WIDE // 4
+HEADER = 32
+LONGEST_UNREAD = WIDE - 4 * HEADER  # in four fragments
+
+
+def span(num_bytes: int) -> int:
+    return HEADER + -(-num_bytes // HEADER) * HEADER
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000, WINDOW - HEADER])
+def test_memory_beyond_the_window_stays_as_it_was_while_readers_keep_up(size: int) -> None:
+    writer = RingWriter.create(2, WIDE)
+    readers = [RingReader.attach(writer.address, 0)]
+    segment = os.open(Path("/dev/shm") / writer.address.name, os.O_RDONLY)
+    readers.append(RingReader.attach(writer.address, 1))
+    for number in range(3 * WIDE // span(size)):
+        record = bytes([1 + number % 255]) * size
+        writer.write(record, timeout=0)
+        assert [reader.read(timeout=0) for reader in readers] == [record, record]
+    data_at = segment_bytes(WIDE, 2) - WIDE
+    used = os.pread(segment, WIDE, data_at)
+    os.close(segment)
+    assert any(used[WINDOW // 2 : WINDOW])
+    assert not any(used[WINDOW + HEADER :])
+    assert writer.peers()[0].position > 10 * WIDE
+    assert writer.counters()["high_water_bytes"] == span(size)
+
+
+def test_records_that_nobody_reads_fill_the_whole_ring() -> None:
+    writer, [reader] = make(capacity=WIDE)
+    records = [bytes([number]) * 1000 for number in range(WIDE // span(1000))]
+    for record in records:
+        writer.write(record, timeout=0)
+    with pytest.raises(CommextTimeoutError):
+        writer.write(bytes(1000), timeout=0)
+    assert [reader.read(timeout=0) for _ in records] == records
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 2 * WINDOW), max_size=12))
+def test_a_record_as_long_as_the_ring_has_room_wherever_the_last_one_ended(
+    sizes: list[int],
+) -> None:
+    writer, readers = make(2, WIDE)
+    for size in [*sizes, LONGEST_UNREAD]:
+        record = os.urandom(size)
+        writer.write(record, timeout=0)
+        assert [reader.read(timeout=0) for reader in readers] == [record, record]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 6 * WIDE), min_size=1, max_size=12))
+def test_streamed_records_arrive_whole_however_far_the_readers_lag(sizes: list[int]) -> None:
+    writer, readers = make(2, WIDE)
+    sent = [os.urandom(size) for size in sizes]
+    got: list[list[object]] = [[], []]
+
+    def read(rank: int) -> None:
+        got[rank].extend(readers[rank].read(timeout=60) for _ in sizes)
+
+    threads = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for record in sent:
+        writer.write(record, timeout=60)
+    for thread in threads:
+        thread.join(20)
+    assert got == [sent, sent]

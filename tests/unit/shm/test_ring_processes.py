@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from vllm_commext.errors import CommextTimeoutError
 from vllm_commext.shm import ring
 from vllm_commext.shm.ring import (

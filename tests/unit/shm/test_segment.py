@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm import _shm_ring
 from vllm_commext.shm.ring import RingReader, RingWriter
@@ -206,7 +204,6 @@ def test_only_a_file_that_was_taken_for_abandoned_is_made_again(
 
 
 def in_a_small_dev_shm(size: str, code: str) -> list[str]:
-    """The lines that a process prints whose /dev/shm is so small."""
     unshare = shutil.which("unshare")
     may_mount = unshare and subprocess.run([unshare, "-rm", "true"], check=False).returncode == 0
     if not may_mount:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from tests.kit.threads import together
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.queue import MessageQueue

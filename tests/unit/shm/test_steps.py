@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from tests.kit.examples import examples
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm._shm_ring import Packer

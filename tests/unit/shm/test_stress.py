@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 
 @pytest.mark.timeout(600)  # seconds on a machine at rest, minutes on a very busy one
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm_commext.shm._shm_ring", reason="the extension is not built")
-
 from vllm_commext.shm.codec import StepClasses
 from vllm_commext.shm.queue import MessageQueue, Reader, Writer
 
@@ -47,7 +45,6 @@ def raising_after(code: Any, count: int) -> Callable[..., Any]:
 
 
 def is_free(queue: MessageQueue, work: Callable[[], object]) -> bool:
-    """Whether another thread can use the end."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(5)

@@ -20,17 +20,11 @@ def always(_: Values) -> bool:
 class Step:
     """One access to shared memory, or a system call.
 
-    Attributes:
-        kind: load, store, rmw (both at once), sleep or wake; `wait` is a load that the thread
-            repeats until the value is at least `value`.
-        at: the location; what sleeps and is woken does so at one.
-        order: the weakest that it has: RELAXED, ACQUIRE (loads), RELEASE (stores) or SEQ_CST.
-        into: the register that gets what was loaded.
-        value: what is stored, what a `wait` waits for, or what a sleeper has as its ticket; a
-            number, or a function of the registers named in `needs`.
-        change: of an rmw, the new value by the old one.
-        when: whether the step is taken, by the registers named in `needs`; not of loads.
-        source: the line of the C core that this is, as ``file.h: text``.
+    kind: load, store, rmw (both at once), sleep or wake (at a location); `wait` is a load that the
+    thread repeats until the value is at least `value`. order: the weakest that it has. into: the
+    register that gets what was loaded. value: what is stored or waited for, or a sleeper's ticket,
+    perhaps a function of the registers named in `needs`. change: an rmw's new value by the old one.
+    when: the step is taken, by the same registers; not of loads. source: ``file.h: text`` of it.
     """
 
     kind: str
@@ -100,7 +94,6 @@ def _enabled(threads: Sequence[Thread], state: State) -> Iterator[tuple[int, int
 
 
 def _executed(threads: Sequence[Thread], state: State, number: int, at: int) -> State | None:
-    """The state afterwards; None where the step has to wait."""
     step = threads[number][at]
     memory, registers = dict(state.memory), dict(state.registers)
     asleep = list(state.asleep)
