@@ -57,9 +57,6 @@ class Gate:
 
     While the engine drains, it answers ``/health`` and every POST with 503 and ``HEADER``, and
     accepts no WebSocket; what is under way goes on, and so do metrics and all else that only reads.
-
-    Raises:
-        ConfigError: the environment names no file.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections import deque
+from typing import Any
 
 
 def on_one_line(text: str) -> str:
@@ -30,28 +31,24 @@ class RateLimitedLog:
         burst: int = 5,
         period_seconds: float = 10.0,
     ) -> None:
-        self._logger = logger
-        self._prefix = prefix
-        self._burst = burst
-        self._period_seconds = period_seconds
+        self._logger, self._prefix = logger, prefix
+        self._burst, self._period_seconds = burst, period_seconds
         self._recent: dict[str, deque[float]] = {}
         self._left_out: dict[str, int] = {}
 
     def warning(self, key: str, message: str) -> None:
         """Log the message unless enough of the same key were logged within the period."""
-        suffix = self._suffix(key)
-        if suffix is not None:
-            text = on_one_line(message)
-            self._logger.warning("%s%s%s", self._prefix, text, suffix, stacklevel=2)
+        self._log(logging.WARNING, key, message)
 
     def exception(self, key: str, message: str) -> None:
         """Log the message as an error with the trace of the exception that is being handled."""
+        self._log(logging.ERROR, key, message, exc_info=sys.exc_info())
+
+    def _log(self, level: int, key: str, message: str, **more: Any) -> None:
         suffix = self._suffix(key)
         if suffix is not None:
-            text = on_one_line(message)
-            self._logger.error(
-                "%s%s%s", self._prefix, text, suffix, stacklevel=2, exc_info=sys.exc_info()
-            )
+            said = (self._prefix, on_one_line(message), suffix)
+            self._logger.log(level, "%s%s%s", *said, stacklevel=3, **more)
 
     def _suffix(self, key: str) -> str | None:
         """The words about messages left out before this one; None to leave it out too."""

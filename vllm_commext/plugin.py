@@ -199,9 +199,7 @@ def register() -> None:
     """Register every capability whose toggle is on; vLLM calls this in each process.
 
     Raises:
-        UnsupportedError: only under ``VLLM_COMMEXT_STRICT=1``, where a capability was refused or
-            runs unverified, a toggle has a bad value, or a name that begins as ours do is no
-            toggle.
+        UnsupportedError: only under ``VLLM_COMMEXT_STRICT=1``; see `settings.TOGGLES`.
     """
     with _lock:
         if status.recorded():

@@ -1,9 +1,6 @@
-/*
- * The limited API of Python 3.10, whatever Python's headers it is compiled with: an extension that a
- * later Python has compiled runs on 3.10, too.
- *
- * No format has a '#': compiled by Python 3.13 or newer, such a call is an error in an older one.
- */
+/* The limited API of Python 3.10, whatever Python's headers it is compiled with: an extension that a
+ * later Python has compiled runs on 3.10, too. No format has a '#': compiled by Python 3.13 or newer,
+ * such a call is an error in an older one. */
 #ifndef VLLM_COMMEXT_SHM_LIMITED_API_H
 #define VLLM_COMMEXT_SHM_LIMITED_API_H
 

@@ -1,6 +1,4 @@
-/*
- * A reader's side. See core.h.
- */
+/* A reader's side. See core.h. */
 #ifndef VLLM_COMMEXT_SHM_READ_H
 #define VLLM_COMMEXT_SHM_READ_H
 

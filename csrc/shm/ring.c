@@ -1,8 +1,5 @@
-/*
- * vllm_commext.shm._shm_ring: the byte ring of core.h as a Python type.
- *
- * Limited API of Python 3.10, so one binary serves every later Python.
- */
+/* vllm_commext.shm._shm_ring: the byte ring of core.h as a Python type, for the limited API of
+ * Python 3.10, so one binary serves every later Python. */
 #include "records.h"
 #include "step_pack.h"
 #include "step_unpack.h"

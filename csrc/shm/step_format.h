@@ -1,9 +1,7 @@
 /*
- * What a step is written as: one tag and what belongs to it for each value, and the tables that both
- * ends keep in step.
- *
- * Only objects of exactly the types named here are written. All others stand in a list that is
- * pickled, and the step has their places in it.
+ * The form of a step: a tag and what belongs to it for each value, and the tables that both ends keep
+ * in step. Only objects of exactly the types named here are written. All others stand in a list that
+ * is pickled, and the step has their places in it.
  */
 #ifndef VLLM_COMMEXT_SHM_STEP_FORMAT_H
 #define VLLM_COMMEXT_SHM_STEP_FORMAT_H

@@ -1,6 +1,4 @@
-/*
- * A writer's side of steps: values, and the type that Python sees.
- */
+/* A writer's side of steps: values, and the type that Python sees. */
 #ifndef VLLM_COMMEXT_SHM_STEP_PACK_H
 #define VLLM_COMMEXT_SHM_STEP_PACK_H
 

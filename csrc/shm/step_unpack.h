@@ -1,6 +1,4 @@
-/*
- * A reader's side of steps: values, and the type that Python sees.
- */
+/* A reader's side of steps: values, and the type that Python sees. */
 #ifndef VLLM_COMMEXT_SHM_STEP_UNPACK_H
 #define VLLM_COMMEXT_SHM_STEP_UNPACK_H
 

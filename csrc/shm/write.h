@@ -1,6 +1,4 @@
-/*
- * The writer's side. See core.h.
- */
+/* The writer's side. See core.h. */
 #ifndef VLLM_COMMEXT_SHM_WRITE_H
 #define VLLM_COMMEXT_SHM_WRITE_H
 

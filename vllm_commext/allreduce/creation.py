@@ -115,8 +115,7 @@ def create_dispatcher(
         wanted: backends to create, in order to measure them; None for those of the table.
         most_bytes: of the largest message to come, alike on all ranks; 0 where unknown.
 
-    Raises:
-        UnsupportedError: ranks differ in their settings, or one cannot take part; all raise it.
+    All ranks raise UnsupportedError where they differ in their settings, or one cannot take part.
     """
     collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
@@ -199,12 +198,8 @@ def why_none(required: Requirements) -> str:
 def start_dispatcher(
     parts: Parts, required: Requirements, read_machine: Callable[[], Machine]
 ) -> Dispatcher | None:
-    """Create the group's dispatcher, or None where vLLM's default dispatch should serve;
-    collective.
-
-    Raises:
-        UnsupportedError: a step failed on some rank; all of them raise it.
-    """
+    """Create the group's dispatcher, or None where vLLM's default dispatch should serve. All ranks
+    raise UnsupportedError where a step failed on one."""
     collective = Collective.over(parts.cpu_group)
     if reason := why_none(required):
         return _none(reason, collective)

@@ -23,12 +23,8 @@ MAX_PLANS = 8192  # shapes whose choice is remembered; beyond it the memory is e
 
 
 class Policy:
-    """Order in which to try backends for a message.
-
-    Args:
-        takes: of each backend that was created on all ranks.
-        forced: the one backend that the user wants, `limits.VLLM` for none of ours, or None.
-    """
+    """Order in which to try the backends that were created on all ranks. *forced*: the one that the
+    user wants, `limits.VLLM` for none of ours, or None."""
 
     def __init__(
         self, takes: Mapping[str, Takes], table: Table | None, forced: str | None = None

@@ -64,9 +64,6 @@ def message_of_bytes(num_bytes: int, dtype: str, hidden: int) -> Message:
     """Make a two-dimensional message of that many bytes, with rows of `hidden` elements or fewer.
 
     Rows are halved until the size holds at least one, so that small messages keep two dimensions.
-
-    Raises:
-        ValueError: the size holds no whole number of elements.
     """
     elements, rest = divmod(num_bytes, ITEM_BYTES[dtype])
     if rest or elements < 1:

@@ -120,11 +120,7 @@ def _headers(api_key: str) -> dict[str, str]:
 
 async def find(url: str, *, vocab_size: int = 0, api_key: str = "") -> Endpoint:
     """The endpoint's first model.  Its vocabulary is as given, or as the model's configuration
-    says where it lies on this machine, or else `DEFAULT_VOCAB`, which is in most of them.
-
-    Raises:
-        EndpointError: no model within `QUESTION_SECONDS`.
-    """
+    says where it lies on this machine, or else `DEFAULT_VOCAB`, which is in most of them."""
     url = url.rstrip("/")
     timeout = aiohttp.ClientTimeout(total=QUESTION_SECONDS)
     try:

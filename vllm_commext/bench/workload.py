@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from vllm_commext.errors import ConfigError
@@ -167,15 +168,24 @@ def timed_trace(arrivals: Sequence[Arrival]) -> str:
 
 
 BLOCK_TOKENS = 512
-_FIELDS = ("timestamp", "input_length", "output_length")
 _ROOT = -1
 
 
-class _Line(NamedTuple):
-    at: float
-    prompt_tokens: int
-    output_tokens: int
-    hash_ids: list[int]
+_Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+
+
+class _Line(msgspec.Struct):
+    """`timestamp` in ms, numbers of tokens, a hash id for each `BLOCK_TOKENS` of the prompt."""
+
+    timestamp: _Amount
+    input_length: _Amount
+    output_length: _Amount
+    hash_ids: list[int] = []
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompt and of the answer, at least one each."""
+        return max(round(self.input_length), 1), max(round(self.output_length), 1)
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -197,7 +207,7 @@ def parse_trace(lines: Iterable[str]) -> list[Arrival]:
     found = [_line(number, text) for number, text in enumerate(lines, 1) if text.strip()]
     if not found:
         raise ConfigError("expected at least one line with a request, got none")
-    found.sort(key=lambda line: line.at)
+    found.sort(key=lambda line: line.timestamp)
     return _grouped(found)
 
 
@@ -211,30 +221,18 @@ def at_rate(arrivals: Sequence[Arrival], rate: float, seconds: float) -> list[Ar
 
 
 def _line(number: int, text: str) -> _Line:
-    def refuse(expected: str) -> ConfigError:
-        return ConfigError(f"line {number}: {expected}")
-
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"expected a JSON object, got {error}") from error
-    if not isinstance(content, dict):
-        raise refuse(f"expected a JSON object, got {text[:40]!r}")
-    for name in _FIELDS:
-        value: Any = content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-            raise refuse(f"{name}: expected a number from 0 on, got {value!r}")
-    hash_ids = content.get("hash_ids", [])
-    if not isinstance(hash_ids, list) or not all(type(one) is int for one in hash_ids):
-        raise refuse("hash_ids: expected a list of integers")
-    at, prompt, output = (content[name] for name in _FIELDS)
-    prompt, output = (max(round(tokens), 1) for tokens in (prompt, output))
-    if len(hash_ids) > -(-prompt // BLOCK_TOKENS):
-        raise refuse(
-            f"hash_ids: expected at most one for each {BLOCK_TOKENS} of {prompt} tokens, "
-            f"got {len(hash_ids)}"
+        found = msgspec.json.decode(text, type=_Line)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        told = f"line {number}: expected a request, got {text[:40]!r}: {error}"
+        raise ConfigError(told) from error
+    prompt, _ = found.tokens
+    if len(found.hash_ids) > -(-prompt // BLOCK_TOKENS):
+        raise ConfigError(
+            f"line {number}: hash_ids: expected at most one for each {BLOCK_TOKENS} of {prompt} "
+            f"tokens, got {len(found.hash_ids)}"
         )
-    return _Line(at / 1e3, prompt, output, hash_ids)
+    return found
 
 
 def _grouped(lines: Sequence[_Line]) -> list[Arrival]:
@@ -252,7 +250,7 @@ def _grouped(lines: Sequence[_Line]) -> list[Arrival]:
     owner: dict[int, int] = {}
     tips: dict[int, int] = {}
     found: list[Arrival] = []
-    start = lines[0].at
+    start = lines[0].timestamp / 1e3
     for line, path in zip(lines, paths, strict=True):
         kept = sum(visits[node] > 1 for node in path)  # the beginning that others have, too
         known = next((depth for depth in range(kept, 0, -1) if path[depth - 1] in owner), 0)
@@ -265,7 +263,7 @@ def _grouped(lines: Sequence[_Line]) -> list[Arrival]:
         if group >= 0 and kept > known:
             tips[group] = path[kept - 1]
             owner |= dict.fromkeys(path[known:kept], group)
-        shared = min(kept * BLOCK_TOKENS, line.prompt_tokens) if group >= 0 else 0
-        made = Arrival(line.at - start, line.prompt_tokens, line.output_tokens, group, shared)
-        found.append(made)
+        prompt, output = line.tokens
+        shared = min(kept * BLOCK_TOKENS, prompt) if group >= 0 else 0
+        found.append(Arrival(line.timestamp / 1e3 - start, prompt, output, group, shared))
     return found

@@ -88,12 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: measured; 1: the second endpoint is worse than the first, or most requests failed.
-
-    Raises:
-        ConfigError: an option that cannot be.
-        EndpointError: an endpoint that does not answer, or fails all requests of the warm-up.
-    """
+    """0: measured; 1: an endpoint is worse than the first, or most requests failed."""
     try:
         importlib.import_module("vllm_commext.bench.client")
     except ModuleNotFoundError as error:

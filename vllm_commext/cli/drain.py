@@ -33,33 +33,22 @@ class EngineAwayError(CommextError, RuntimeError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--file",
-        default=os.environ.get(VARIABLE, ""),
-        help=f"what the engine's {VARIABLE} names; default: the same variable here",
-    )
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="the engine; default: %(default)s"
-    )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="for its requests, and for the blocks that it holds for decode engines; "
-        "default: %(default)g",
-    )
-    parser.add_argument(
-        "--quiet",
-        type=float,
-        default=3.0,
-        metavar="SECONDS",
-        help="that it must have had nothing to do: longer than a router takes to notice that "
-        "/health is 503; default: %(default)g",
-    )
-    parser.add_argument(
-        "--undo", action="store_true", help="take the file away: the engine takes work again"
-    )
+    add = parser.add_argument
+    told = f"what the engine's {VARIABLE} names; default: the same variable here"
+    add("--file", default=os.environ.get(VARIABLE, ""), help=told)
+    add("--url", default="http://127.0.0.1:8000", help="the engine; default: %(default)s")
+    for flag, default, told in (
+        ("--wait", 300.0, "for its requests, and for the blocks that it holds for decode engines"),
+        (
+            *("--quiet", 3.0),
+            "that it must have had nothing to do: longer than a router takes to notice that "
+            "/health is 503",
+        ),
+    ):
+        told = f"{told}; default: %(default)g"
+        add(flag, type=float, default=default, metavar="SECONDS", help=told)
+    told = "take the file away: the engine takes work again"
+    add("--undo", action="store_true", help=told)
 
 
 def run(args: argparse.Namespace) -> int:

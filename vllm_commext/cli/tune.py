@@ -99,19 +99,16 @@ _number = above_zero(int, "a whole number above 0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("allreduce",), help="what to measure")
-    parser.add_argument("--tp", type=_number, required=True, metavar="N", help="number of GPUs")
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=sorted(ITEM_BYTES),
-        help="of the messages; may be given several times (default: bfloat16)",
-    )
-    parser.add_argument("--hidden", type=_number, default=8192, help="elements of a row")
-    parser.add_argument("--samples", type=_number, default=21, help="of each backend and size")
-    parser.add_argument("--seconds", type=_number, default=300, help="bound for the measurement")
-    parser.add_argument("--no-save", action="store_true", help="leave the cache folder alone")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write the figures there")
+    add = parser.add_argument
+    add("what", choices=("allreduce",), help="what to measure")
+    add("--tp", type=_number, required=True, metavar="N", help="number of GPUs")
+    told = "of the messages; may be given several times (default: bfloat16)"
+    add("--dtype", action="append", choices=sorted(ITEM_BYTES), help=told)
+    add("--hidden", type=_number, default=8192, help="elements of a row")
+    add("--samples", type=_number, default=21, help="of each backend and size")
+    add("--seconds", type=_number, default=300, help="bound for the measurement")
+    add("--no-save", action="store_true", help="leave the cache folder alone")
+    add("--out", type=Path, metavar="DIR", help="also write the figures there")
 
 
 def _check_gpus(wanted: int) -> None:

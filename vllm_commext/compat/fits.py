@@ -253,14 +253,8 @@ def why_gone(name: str) -> str:
 
 
 def admit(name: str) -> str:
-    """Let a part in.
-
-    Returns:
-        A remark for the log; empty where the part is tested.
-
-    Raises:
-        UnsupportedError: it is not to run on this vLLM, and why.
-    """
+    """Let a part in, and return a remark for the log, empty where the part is tested; or raise
+    UnsupportedError, which says why it is not to run on this vLLM."""
     part, (verdict, reason) = BY_NAME[name], find(name)
     if verdict is Verdict.TESTED:
         return ""

@@ -24,12 +24,8 @@ Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def serve(
     hidden_states: torch.Tensor, residual: Any, norm: Any, weight_bias: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The norm and the new residual by our kernel, or None where vLLM's helper is to serve.
-
-    Args:
-        hidden_states: [rows, hidden], this rank's part of the sum.
-        residual: likewise, the same on all ranks.
-    """
+    """The norm and the new residual by our kernel, both [rows, hidden], or None where vLLM's helper
+    is to serve."""
     group = get_tp_group().unique_name
     served, weight = fused_op.find_group(group), getattr(norm, "weight", None)
     if served is None or weight is None or residual is None or hidden_states.dim() != 2:

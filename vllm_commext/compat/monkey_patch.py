@@ -183,12 +183,8 @@ def accepts(ours: Any, theirs: Any) -> bool:
 
 
 def patch(row: MonkeyPatch, replacement: Any) -> None:
-    """Put `replacement` where the row's symbol is.
-
-    Raises:
-        UnsupportedError: the symbol is not there, is patched already, or is called otherwise.
-        ConfigError: the row's symbol is not of the form that it should be.
-    """
+    """Put `replacement` where the row's symbol is; UnsupportedError where that is not there, is
+    patched already, or is called otherwise."""
     owner, name = _locate(row.symbol)
     if name in _originals(owner):
         raise UnsupportedError(f"{row.symbol} is patched already; restore it first")

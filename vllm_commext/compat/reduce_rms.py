@@ -112,11 +112,7 @@ def take_part(
     model: str, kind: str, rank: int, world_size: int, group: "ProcessGroup"
 ) -> "Workspace | None":
     """The workspace for a model's norms, or None where they are left to vLLM, with one line why.
-
-    Args:
-        kind: what vLLM does without the op, one of `reduce_rms_models.KINDS`.
-        group: sends objects without a GPU.
-    """
+    *kind*: vLLM's way without the op, one of `reduce_rms_models.KINDS`."""
     try:
         reason = _why_not(kind, world_size, group)
         made = None if reason else workspace_of(rank, world_size, group)

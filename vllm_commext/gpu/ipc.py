@@ -124,7 +124,8 @@ def free(address: int) -> None:
 
 
 class IpcBuffer:
-    """Device memory of a rank, mapped by all ranks; it is there on all of them or on none.
+    """Device memory of a rank, mapped by all ranks; it is there on all of them, or all raise
+    UnsupportedError.
 
     Args:
         size: bytes, rounded up to 2 MiB.
@@ -133,9 +134,6 @@ class IpcBuffer:
     Attributes:
         local_ptr: address of this rank's memory; 0 once it is cleaned up.
         peer_ptrs: address of each rank's memory in this process, this rank's own among them.
-
-    Raises:
-        UnsupportedError: memory cannot be had or a peer's cannot be mapped, on any rank.
     """
 
     def __init__(self, collective: Collective, size: int, fill: int = 0) -> None:
@@ -212,15 +210,11 @@ def silent_peers(answer: int, rank: int, world_size: int) -> list[int]:
 
 
 def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
-    """Let every rank store into every peer's memory, and look whether it came; collective. See
-    ``csrc/cuda/peer_check.cu``.
+    """Let every rank store into every peer's memory, and look whether it came; collective. All
+    raise UnsupportedError where something did not. See ``csrc/cuda/peer_check.cu``.
 
-    Args:
-        addresses: each rank's memory in this process, filled with `EMPTY`, which it is again
-            afterwards; a pack of 16 bytes for each rank is enough.
-
-    Raises:
-        UnsupportedError: something did not come, on any rank; all ranks raise it.
+    *addresses*: each rank's memory in this process, a pack of 16 bytes for each rank or more, full
+    of `EMPTY` before and afterwards.
     """
     rank, world_size = collective.rank, collective.world_size
     functions: list[launch.Function] = []

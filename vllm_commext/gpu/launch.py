@@ -102,14 +102,9 @@ def load(
 ) -> Function:
     """Compile, or take from the cache on disk, and load into the GPU's context.
 
-    Args:
-        threads: of a block.
-        device: the current GPU.
-        programmatic: launch it before its predecessor has ended, where the GPU can; for a kernel
-            that waits for that itself.
-
-    Raises:
-        UnsupportedError: the GPU is too old, or what `nvrtc.Program.load_or_compile` raises.
+    *threads*: of a block. *programmatic*: launch it before its predecessor has ended, where the GPU
+    can; for a kernel that waits for that itself. UnsupportedError where the GPU is too old, and as
+    `nvrtc.Program.compile_cubin`.
     """
     driver = importlib.import_module("cuda.bindings.driver")
     if device.architecture < nvrtc.OLDEST_ARCHITECTURE:

@@ -84,12 +84,8 @@ class Program:
         return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)
 
     def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
-        """Compile to machine code.
-
-        Raises:
-            UnsupportedError: NVRTC is missing or too old for the architecture, or refuses the
-                source; its log is in the message.
-        """
+        """Compile to machine code. UnsupportedError where NVRTC is missing, too old for the
+        architecture, or refuses the source; its log is in the message."""
         bindings = nvrtc()
         main, headers = self.sources()
         names = [path.name.encode() for path in self.headers]

@@ -161,17 +161,9 @@ def qk_rms_norm(
     """As ``torch.ops.vllm_commext.qk_rms_norm``, for callers that no compiler traces: without what
     torch's dispatcher costs.
 
-    Args:
-        qkv: [tokens, Q + K or more], rows with any stride.
-        q_weight: [Q], this rank's shard; likewise `k_weight`, [K].
-
-    Returns:
-        [tokens, Q] and [tokens, K], new and contiguous.
-
-    Raises:
-        ConfigError: a shape is wrong, or the handle is of no live workspace.
-        CommextTimeoutError: an earlier call waited in vain for a peer.
-        ProtocolError: two earlier calls used the workspace at the same time.
+    Takes [tokens, Q + K or more], rows with any stride, and this rank's shards of the weights, [Q]
+    and [K]; returns [tokens, Q] and [tokens, K], new and contiguous. Raises ConfigError, and the
+    error of an earlier call, as `LamportWorkspace.raise_if_failed`.
     """
     q_size, k_size = q_weight.shape[0], k_weight.shape[0]
     _check(qkv, q_size + k_size, (q_weight, k_weight))

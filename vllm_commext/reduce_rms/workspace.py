@@ -50,8 +50,6 @@ class Workspace(ABC):
     """Base of all workspaces.
 
     Attributes:
-        rank: this process's rank in the group.
-        world_size: ranks of the group.
         handle: the number that an op takes. Workspaces are numbered as they are made, so that a
             graph that was compiled in an earlier process finds the same one again.
         workspace: int64 tensor on the device, by which `find_tensor` finds it.
@@ -132,7 +130,6 @@ class LamportWorkspace(Workspace):
             forms of the kernel that are fastest for few tokens and for many.
 
     Raises:
-        ConfigError: an argument is out of its range.
         UnsupportedError: a peer's memory cannot be mapped, or what is stored there does not arrive,
             on any rank.
         ProtocolError: the ranks differ in their arguments.

@@ -98,12 +98,9 @@ class RingGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor, of any shape, with the sum of all ranks' tensors.
 
-        bfloat16 and float16 are summed in float32 and rounded once.
-
-        Raises:
-            ProtocolError: another rank does something else, or with another tensor.
-            PeerLostError: another rank has died or shut down its end.
-            CommextTimeoutError: another rank has not come within ``timeout_seconds``.
+        bfloat16 and float16 are summed in float32 and rounded once. ProtocolError where another
+        rank does something else, PeerLostError where it has died or shut down its end,
+        CommextTimeoutError where it has not come within ``timeout_seconds``.
         """
         flat = tensor.contiguous().view(-1)
         # A sum of two is rounded once in any case.

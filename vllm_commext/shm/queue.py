@@ -222,15 +222,13 @@ class MessageQueue:
     """One end of a queue: the writer's if constructed, a reader's by `create_from_handle`.
 
     Args:
-        n_reader: readers altogether.
-        n_local_reader: those of them on this host; all of them.
-        local_reader_ranks: their ranks; 0 to n_local_reader - 1 by default.
+        n_reader, n_local_reader: readers; all of them are on this host.
+        local_reader_ranks: 0 to n_local_reader - 1 by default.
         max_chunk_bytes, max_chunks: vLLM's queue would reserve their product. Here it is the most
             that may be under way at once; the ring, through which messages of any length are
             streamed, is smaller (`segment.capacity_for`).
         connect_ip: unused; vLLM gives it to every queue.
-        enable_shm_tensor_arena: whether large CPU tensors go through one of `arenas`, as long as it
-            has room.
+        enable_shm_tensor_arena: send large CPU tensors through one of `arenas` while it has room.
 
     Attributes:
         arenas: the class of them; None where vLLM is not there.

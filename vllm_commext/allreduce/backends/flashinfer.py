@@ -200,12 +200,8 @@ class FlashInferBackend:
     The sums of 16-bit types are made in float32 and rounded once. The kernel lets its successor
     start only once it has ended: letting it start early is what gave NaNs for few tokens.
 
-    Args:
-        group: sends objects without a GPU.
-        max_message_bytes: above it other backends serve; it bounds the workspaces.
-
-    Raises:
-        UnsupportedError: FlashInfer is missing, too old, or cannot be compiled, on this rank.
+    UnsupportedError where FlashInfer is missing, too old, or cannot be compiled. Above
+    `max_message_bytes`, which bounds the workspaces, other backends serve.
     """
 
     name = limits.FLASHINFER_ONE_SHOT

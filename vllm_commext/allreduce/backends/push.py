@@ -96,14 +96,13 @@ class PushMemory:
     It serves one stream at a time. Any of the kernels may make the next call, as long as all ranks
     take the same; they divide a half of it as each needs.
 
+    All ranks raise UnsupportedError where on one of them a peer's memory cannot be mapped, or what
+    is stored there does not arrive.
+
     Attributes:
         half_packs: packs of 16 bytes in one of its halves.
         addresses: of each rank's memory in this process, in the order of ranks.
         state: address of the number of the last call, followed by how many blocks came since.
-
-    Raises:
-        UnsupportedError: a peer's memory cannot be mapped, or what is stored there does not arrive,
-            on any rank; all ranks raise it.
     """
 
     def __init__(self, layout: PushLayout, collective: "Collective") -> None:
@@ -138,13 +137,9 @@ class PushMemory:
 class PushBackend(Ready):
     """A group's kernel with its memory, which other kernels of ours may use too; collective to
     create. One launch takes messages of `num_bytes`, on one stream at a time.
-
-    A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends
-    its kernel with an error of CUDA's, and with it the process's use of the GPU.
-
-    Raises:
-        UnsupportedError: a peer's memory cannot be mapped or the kernel not be compiled, on any
-            rank; all ranks raise it.
+    A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends its kernel with an error of
+    CUDA's, and with it the process's use of the GPU. UnsupportedError as `PushMemory`, or where the
+    kernel cannot be compiled.
     """
 
     name = limits.PUSH

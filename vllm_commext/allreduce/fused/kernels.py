@@ -86,10 +86,8 @@ def make_outputs(
 
 
 class FusedKernels:
-    """A group's kernels, each compiled on all ranks together before its first use.
-
-    Args:
-        memory: the group's; it stays its owner's.
+    """A group's kernels, each compiled on all ranks together before its first use. The memory stays
+    its owner's.
 
     Attributes:
         prefetched: bytes of the next weights that a launch of few rows has prefetched.
@@ -133,10 +131,8 @@ class FusedKernels:
     def run(self, form: Form, given: Operands, outputs: Outputs | None = None) -> Outputs:
         """Launch once on the current stream, of a form that is prepared and that the rows fit.
 
-        Args:
-            given: input, residual and weight are contiguous and aligned to 16 bytes; the scale is
-                on the GPU. A launch of few rows has a part of the next weight prefetched.
-            outputs: where to write, contiguous and aligned as the input; None for new ones.
+        Tensors are contiguous and aligned to 16 bytes, the scale is on the GPU. A launch of few
+        rows has a part of the next weight prefetched.
         """
         import torch
 

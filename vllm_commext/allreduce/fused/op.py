@@ -201,13 +201,10 @@ def all_reduce_add_rms_norm(
         x: [rows, hidden], this rank's part of the sum: bfloat16, float16 or float32.
         residual: as `x`, the same on all ranks, or None.
         weight: [hidden] of any of the three types.
-        eps: added to the mean square.
         group: a name given to `register_group`.
-        epilogue: of `EPILOGUES`: what `out` is.
         scale: float32, one number, for ``fp8_static``.
         weight_bias: added to each weight, 1 for Gemma's norm.
-        next_weight: a matrix that multiplies `out` next, if known: some of it may be
-            prefetched. It changes no result.
+        next_weight: a matrix that multiplies `out` next, some of which may be prefetched.
 
     Returns:
         [rows, hidden] in x's dtype or float8_e4m3fn; the sum plus the residual in x's dtype; and
@@ -215,9 +212,6 @@ def all_reduce_add_rms_norm(
             without elements. All are new. The scales of ``fp8_group_columns`` and
             ``fp8_group_columns_4`` lie column by column, the latter's at a distance of a multiple
             of four rows.
-
-    Raises:
-        ConfigError: a shape is wrong, or the group is not known.
     """
     shape = _shape(x, residual, weight, epilogue, scale, weight_bias)
     norm = _groups.get(group)

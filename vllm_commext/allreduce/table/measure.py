@@ -36,10 +36,8 @@ class Neighbours:
     """The matrix product before the all-reduce of a message, and the residual and norm after it.
 
     A chain of all-reduces alone favours kernels that begin before their predecessor has ended, and
-    finds in the caches what a model finds in memory.
-
-    Args:
-        message: [rows, hidden]; the product contracts half as many elements as a row has.
+    finds in the caches what a model finds in memory. The product contracts half as many elements as
+    a row of the message has.
     """
 
     def __init__(self, message: Message, norm: Norm, device: str = "cuda") -> None:
