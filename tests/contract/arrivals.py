@@ -13,12 +13,13 @@ from tests.contract.scheduled_core import (
 )
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.places import write_place
-from vllm_commext.nixl.wire.prompt import digests, prompt_of
+from vllm_commext.nixl.wire.prompt import digests
 
 HOST = "127.0.0.1"
 KEY = "0123456789abcdef" * 2
@@ -42,7 +43,7 @@ class Channel:
         )
 
     def begin(self, tokens: list[int], **changes: Any) -> None:
-        prompt = digests(prompt_of(request_of("there", tokens)), len(tokens))
+        prompt = digests(Identity().prompt_of(request_of("there", tokens)), len(tokens))
         values: dict[str, Any] = {
             "request_id": "there",
             "num_tokens": len(tokens),

@@ -59,7 +59,7 @@ def restored_step() -> Iterator[None]:
     from vllm_commext.compat import engine_wait, monkey_patch, resets
 
     yield
-    for symbol in (engine_wait.SYMBOL, resets.CACHE, resets.CALL):
+    for symbol in (engine_wait.SYMBOL, resets.CACHE, resets.CALL, resets.ADAPTER):
         row = monkey_patch.row_of(symbol)
         if monkey_patch.is_patched(row):
             monkey_patch.restore(row)

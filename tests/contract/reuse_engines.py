@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from tests.contract.scheduled_core import Core, has_ended, request_of, turn_until, written
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
+from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.offers import GenerationTable, Run
 from vllm_commext.nixl.wire.places import write_place
@@ -33,6 +34,7 @@ class Engine:
     core: Core
     table: GenerationTable
     port: int
+    folder: Path
     loads: list[Any] = field(default_factory=list[Any])
     num_prompt: dict[str, int] = field(default_factory=dict[str, int])
     counted: Counter[str] = field(default_factory=Counter[str])
@@ -60,7 +62,7 @@ class Engine:
         if count < len(tokens):
             kv_params["answer_token_ids"] = list(tokens[count:])
         prompt, sampling = tokens[:count], {"max_tokens": params.get("max_tokens", MOST)}
-        self.core.add(changed(request_of(name, prompt, kv_params, **sampling), params))
+        self.core.add(changed(request_of(name, prompt, kv_params, **sampling), params, self))
 
     def num_computed(self, name: str) -> int:
         """Prompt positions that were computed here."""
@@ -68,11 +70,15 @@ class Engine:
         return len(prompt)
 
 
-def changed(request: Request, params: dict[str, Any]) -> Request:
-    """With the salt or the adapter that the parameters name."""
+def changed(request: Request, params: dict[str, Any], engine: Engine) -> Request:
+    """With the salt or the adapter that the parameters name, which the engine loads from a place
+    of its own."""
     request.cache_salt = params.get("salt")
     if "lora" in params:
-        request.lora_request = LoRARequest(params["lora"], 1, params.get("path", "/nowhere"))
+        path = write_named(engine.folder / f"{engine.port}", params.get("content", "content"))
+        lora = LoRARequest(params["lora"], 1, str(path), load_inplace=True)
+        engine.side.begin_adapter(lora)()
+        request.lora_request, lora.load_inplace = lora, False
     return request
 
 
@@ -118,7 +124,7 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     }
     core = Core(folder, role, side_channel_port=port, **values)
     num_blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-    one = Engine(core, GenerationTable(num_blocks, 4), port)
+    one = Engine(core, GenerationTable(num_blocks, 4), port, folder)
     metadata = HandshakeMetadata(description("o"), one.table.offer)
     one.side.serve({(0, 0): metadata})
     execute = core.worker.execute

@@ -22,10 +22,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_commext.nixl.connector import CommextNixlConnector
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import TransferParams, write_params
-from vllm_commext.nixl.wire.prompt import digests, prompt_of
+from vllm_commext.nixl.wire.prompt import digests
 
 BLOCK = 4
 NUM_BLOCKS = 60
@@ -182,5 +183,5 @@ def to_decode(num_tokens: int = 14, **changes: Any) -> dict[str, Any]:
         fence_slot=7,
         fence_nonce=255,
     )
-    prompt = digests(prompt_of(request_of("there")), num_tokens)
+    prompt = digests(Identity().prompt_of(request_of("there")), num_tokens)
     return {**write_params(TransferParams(remote, prompt)), **changes}

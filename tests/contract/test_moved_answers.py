@@ -88,7 +88,7 @@ def offers_of(engine: Engine) -> Any:
 
 
 def names_of(engine: Engine, tokens: Sequence[int], **params: Any) -> list[bytes]:
-    request = changed(request_of("look", tokens), params)
+    request = changed(request_of("look", tokens), params, engine)
     return engine.side._reuse._names.of(request, len(tokens))
 
 
@@ -224,7 +224,9 @@ def wait_for_answer(reader: Engine) -> None:
 def test_no_tenant_finds_anothers_blocks(make: MakeEngine, tenant: str) -> None:
     owner = make()
     owner.ask("old", PROMPT, **{tenant: "a"})
-    for other, num_loads in (({}, 0), ({tenant: "b"}, 0), ({tenant: "a"}, 1)):
+    others = [({}, 0), ({tenant: "b"}, 0), ({tenant: "a"}, 1)]
+    others += [({"lora": "a", "content": "other"}, 0)] if tenant == "lora" else []
+    for other, num_loads in others:
         reader = make()
         goes_on(reader, owner, **other)
         assert len(reader.loads) == num_loads

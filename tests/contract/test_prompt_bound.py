@@ -11,6 +11,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.scheduler_engine import TO_PREFILL, Engine, request_of, to_decode
+from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl.metadata import StepMetadata
 
 MakeEngine = Callable[..., Engine]
@@ -24,13 +25,36 @@ def image(name: str, offset: int = 2) -> MultiModalFeatureSpec:
     )
 
 
-def adapter(name: str, path: str = "/adapters/a") -> LoRARequest:
-    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=path)
+class Adapter(LoRARequest):
+    """The request of an adapter whose files are written when it is loaded."""
+
+    content: str = ""
+
+
+@pytest.fixture(autouse=True)
+def _adapters_are_in_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def adapter(name: str, content: str = "content", path: str = "") -> Adapter:
+    path = path or f"{name} {content}"
+    return Adapter(lora_name=name, lora_int_id=1, lora_path=path, content=content)
+
+
+def loaded(engine: Engine, request: Request) -> Request:
+    """A request, once the engine's workers have loaded its adapter in the last one's place."""
+    lora = request.lora_request
+    if isinstance(lora, Adapter):
+        write_named(Path(lora.lora_path), lora.content)
+        lora.load_inplace = True
+        engine.connector.scheduler_side.begin_adapter(lora)()
+        lora.load_inplace = False  # as vLLM does
+    return request
 
 
 def prefilled(engine: Engine, request: Request) -> dict[str, Any]:
     """What the prefill engine returns for a request."""
-    engine.prefill(request)
+    engine.prefill(loaded(engine, request))
     kept, params = engine.finish(request, FINISHED)
     assert kept
     assert params is not None
@@ -39,11 +63,17 @@ def prefilled(engine: Engine, request: Request) -> dict[str, Any]:
 
 def refusal(engine: Engine, request: Request) -> str:
     """Why the decode engine does not use the request's parameters, "" where it does."""
-    engine.schedule(request)
+    engine.schedule(loaded(engine, request))
     (load,) = engine.step().loads
-    assert (load.remote is None) == bool(load.refusal)
+    is_used, is_released = not load.refusal, load.refusal.endswith(BY_OTHERS)
+    assert (load.remote is not None) == (is_used or is_released)
+    assert not (load.awaited and is_released)
     engine.manager.free(request)
     return load.refusal
+
+
+BY_OTHERS = "Load the same adapters and weights on both engines."
+"""What was computed by others is released: the blocks are those of the prompt."""
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -57,6 +87,16 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another adapter": (
         {"lora_request": adapter("a")},
         {"lora_request": adapter("b")},
+        "LoRA adapter",
+    ),
+    "an adapter of the same name": (
+        {"lora_request": adapter("a")},
+        {"lora_request": adapter("a", "another")},
+        "LoRA adapter",
+    ),
+    "another adapter at the same place": (
+        {"lora_request": adapter("a", path="there")},
+        {"lora_request": adapter("a", "another", path="there")},
         "LoRA adapter",
     ),
     "another image": (
@@ -103,7 +143,7 @@ def test_equal_inputs_are_equal_whatever_their_engines_call_them(
     there = request_of("there", TO_PREFILL, lora_request=adapter("a"), **inputs)
     params = prefilled(prefill, there)
     assert params["remote_num_tokens"] == (13 if hybrid else 14)
-    here = request_of("here", params, lora_request=adapter("a", "/elsewhere"), **inputs)
+    here = request_of("here", params, lora_request=adapter("a", path="elsewhere"), **inputs)
     assert refusal(decode, here) == ""
 
 

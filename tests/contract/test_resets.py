@@ -133,10 +133,11 @@ def test_parameters_from_before_new_weights_are_not_used(
 def test_parameters_from_after_new_weights_are_used(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = make_core("kv_consumer")
+    core, prefill = make_core("kv_consumer"), make_core("kv_producer")
     reload_weights(core)
+    reload_weights(prefill)
     monkeypatch.setattr("time.time", lambda now=time.time: now() + CLOCK_SECONDS)
-    core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
+    core.add(request_of("d", PROMPT, prefilled(prefill, PROMPT), max_tokens=2))
     core.run("d")
     assert core.answer("d").tokens == ANSWER
     assert core.worker.computed["d"][0] > 0

@@ -68,7 +68,11 @@ class Servers:
     def load_other(self, *engines: Server) -> None:
         """Load the other model's weights."""
         for engine in engines:
-            self.now[engine.name] = number = 1 - self.now[engine.name]
+            self.load(1 - self.now[engine.name], engine)
+
+    def load(self, number: int, *engines: Server) -> None:
+        for engine in engines:
+            self.now[engine.name] = number
             path = str(self.models[number])
             body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             self.call(engine, "collective_rpc", body)
@@ -177,6 +181,7 @@ def _equal_weights(servers: Servers) -> None:
         servers.call(engine, "resume")
     if servers.now["prefill"] != servers.now["decode"]:
         servers.renew(servers.prefill)
+    servers.load(servers.now["decode"], *servers.engines)  # the same last call
     servers.wait_for_trust()
     servers.wait_for_held(0, 2 * LEASE_SECONDS)
 

@@ -7,6 +7,16 @@ RANK = 8
 TARGETS = ("q_proj", "k_proj", "v_proj")
 
 
+def write_named(folder: Path, content: str) -> Path:
+    """Write an adapter that no model can load, of this content; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(folder)})
+    )
+    (folder / "adapter_model.safetensors").write_text(content)
+    return folder
+
+
 def write_lora(folder: Path, model: Path, seed: int) -> Path:
     """Write an adapter of ``model``'s queries, keys and values that changes most answers; return
     the folder."""

@@ -58,11 +58,11 @@ _EAGER = {
     "removal": "vLLM lets a plugin choose the op of its eager helpers",
 }
 _RESET = {
-    "why": "tokens and blocks handed to other engines end with the weights that they come of; vLLM "
-    "tells no connector of new weights, nor of a reset before it needs the blocks",
+    "why": "tokens and blocks handed to other engines end with the weights and adapters that they "
+    "come of; vLLM tells no connector of new ones, nor of a reset before it needs the blocks",
     "guard": "only where the engine's step is patched, too",
     "test": "tests/contract/test_resets.py",
-    "removal": "vLLM tells connectors of new weights, and before it resets its caches",
+    "removal": "vLLM tells connectors of new weights and adapters, and before it resets its caches",
 }
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
@@ -90,6 +90,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     ),
     MonkeyPatch("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache", **_RESET),
     MonkeyPatch("vllm.v1.engine.core:EngineCore.collective_rpc", **_RESET),
+    MonkeyPatch("vllm.v1.engine.core:EngineCore.add_lora", **_RESET),
     MonkeyPatch(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),

@@ -164,7 +164,7 @@ PARTS: tuple[Part, ...] = (
         (
             *_of(_SCHEDULER, "reset_prefix_cache", "_update_waiting_for_remote_kv"),
             *_set(_SCHEDULER, "waiting", "kv_holding_waiting"),
-            f"{_CORE}.collective_rpc",
+            *_of(_CORE, "collective_rpc", "add_lora"),
             _PAUSE,
         ),
         f"{_SELF_TESTS}:pauses",

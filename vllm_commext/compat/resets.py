@@ -1,10 +1,10 @@
 """KV blocks count until the engine's weights or caches change, and a paused engine keeps none for
-others and has none kept.
+others and has none kept.  Likewise what an adapter has computed counts until it is loaded again.
 
 vLLM tells a connector only that a pause clears its caches, after it has reset its own.  That fails
 where a block is in use: also one that is kept for another engine, or that a load has filled whose
-request cannot go on during the pause.  It tells of no new weights and of no reset of the prefix
-cache alone.  `install` patches the two methods that do these things.
+request cannot go on during the pause.  It tells of no new weights or adapters, and
+of no reset of the prefix cache alone.  `install` patches the three methods that do these things.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CACHE = "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache"
 CALL = "vllm.v1.engine.core:EngineCore.collective_rpc"
+ADAPTER = "vllm.v1.engine.core:EngineCore.add_lora"
+_READ_ONLY = ("get_", "compute_", "check_", "init_", "shutdown_", "supports_")
 
 
 class Pauses:
@@ -35,6 +37,9 @@ class Pauses:
 
     def before_step(self, core: Any) -> None:
         self._scheduler = core.scheduler
+        version = getattr(core, "_weight_version", None)  # vLLM 0.32 has none
+        if version is not None:
+            self.source.engine.identity.note_version(version)
         self.source.note_pause(is_paused=self._is_paused())
 
     def has_work(self) -> bool:
@@ -54,6 +59,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     reset, call = Scheduler.reset_prefix_cache, EngineCore.collective_rpc
+    add = EngineCore.add_lora
 
     @functools.wraps(reset)
     def reset_prefix_cache(
@@ -67,19 +73,43 @@ def install() -> None:
         return reset(scheduler, reset_running_requests, reset_connector)
 
     @functools.wraps(call)  # vLLM reads the signature of what its clients call
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(
+        core: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         pauses = _pauses_of(getattr(core, "scheduler", None))
+        settle = None
         if pauses is not None and may_change_weights(method):
-            pauses.source.forget_computed()
-        return call(core, method, *args, **kwargs)
+            settle = pauses.source.begin_new_weights(method, args, kwargs or {})
+        elif pauses is not None and method == "add_lora" and args:
+            settle = pauses.source.begin_adapter(args[0])
+        answer = call(core, method, timeout, args, kwargs)
+        if settle is not None:
+            settle()
+        return answer
 
-    patch_all({CACHE: reset_prefix_cache, CALL: collective_rpc})
+    @functools.wraps(add)
+    def add_lora(core: Any, lora_request: Any) -> bool:
+        pauses = _pauses_of(getattr(core, "scheduler", None))
+        settle = pauses.source.begin_adapter(lora_request) if pauses is not None else None
+        answer = add(core, lora_request)
+        if settle is not None and answer:
+            settle()
+        return answer
+
+    patch_all({CACHE: reset_prefix_cache, CALL: collective_rpc, ADAPTER: add_lora})
 
 
 def may_change_weights(method: Any) -> bool:
     """Methods that vLLM and training frameworks name after weights, and functions, which may do
     anything."""
-    return not isinstance(method, str) or "weight" in method.lower()
+    if not isinstance(method, str):
+        return True
+    named = method.lower()
+    return named == "apply_model" or ("weight" in named and not named.startswith(_READ_ONLY))
 
 
 def _pauses_of(scheduler: Any) -> Pauses | None:

@@ -86,14 +86,16 @@ def engine_step() -> None:
 
 
 def pauses() -> None:
-    """Caches are dropped and workers called by the two methods that are listened to."""
-    from vllm_commext.compat.resets import CACHE, CALL
+    """Caches are dropped, workers called, adapters loaded by the methods that are listened to."""
+    from vllm_commext.compat.resets import ADAPTER, CACHE, CALL
 
     scheduler, core = MagicMock(), MagicMock()
     original_of(CACHE)(scheduler, False, False)
     _expect("caches that are dropped", 1, scheduler.kv_cache_manager.reset_prefix_cache.call_count)
     original_of(CALL)(core, "a method", None, (), {})
     _expect("calls of workers", 1, core.model_executor.collective_rpc.call_count)
+    original_of(ADAPTER)(core, "an adapter")
+    _expect("adapters that are loaded", 1, core.model_executor.add_lora.call_count)
 
 
 def _request(**params: Any) -> Any:
@@ -177,16 +179,18 @@ def hand_over() -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from vllm_commext.nixl.identity import Identity
     from vllm_commext.nixl.requests import RemoteRequest
     from vllm_commext.nixl.wire.params import TransferParams, read_params, write_params
-    from vllm_commext.nixl.wire.prompt import check_prompt, digests, prompt_of
+    from vllm_commext.nixl.wire.prompt import check_prompt, digests
 
     spec: Any = FullAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
     )
     _connector()
     _described(spec, torch.zeros(NUM_BLOCKS, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE))
-    prompt = digests(prompt_of(_request()), len(PROMPT))
+    identity = Identity()
+    prompt = digests(identity.prompt_of(_request()), len(PROMPT))
     remote = RemoteRequest(
         engine_id="engine",
         incarnation="0" * 16,
@@ -205,7 +209,7 @@ def hand_over() -> None:
     _expect(
         "its parameters", TransferParams(remote, prompt), read_params(request.kv_transfer_params)
     )
-    check_prompt(digests(prompt_of(request), len(PROMPT)), prompt, "the self-test")
+    check_prompt(digests(identity.prompt_of(request), len(PROMPT)), prompt, "the self-test")
 
 
 def states() -> None:

@@ -24,6 +24,7 @@ from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import Sampler
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
@@ -113,6 +114,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 sampler=self._sampler_of(vllm_config, kv_cache_config, config),
                 streaming=streaming,
                 reusing=reusing,
+                identity=Identity(engine_facts.adapter_settings(vllm_config)),
             )
             self._scheduler_side = SchedulerSide(engine)
             self._hook_in(self._scheduler_side)
@@ -166,6 +168,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return
         self.pauses = pauses = resets.Pauses(side)
+        side.engine.identity.adapters.is_told = True
         first_tokens = FirstTokens(side.prompts)
 
         def before_step(core: Any) -> None:

@@ -11,6 +11,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import keeps_every_token
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import new_key
@@ -113,6 +114,7 @@ class EngineContext:
     sampler: Sampler = Sampler()
     streaming: Streaming = Streaming()
     reusing: Reusing = Reusing()
+    identity: Identity = field(default_factory=Identity)
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
     fence_key: bytes = field(default_factory=new_key)
     step: StepMetadata = field(default_factory=StepMetadata)

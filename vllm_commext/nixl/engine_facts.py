@@ -261,6 +261,16 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
     return {name: str(value) for name, value in facts.items()}
 
 
+def adapter_settings(vllm_config: VllmConfig) -> str:
+    """What the engine's own settings make of a LoRA adapter, beside its files."""
+    lora: Any = getattr(vllm_config, "lora_config", None)
+    if lora is None:
+        return ""
+    names = ("lora_dtype", "target_modules", "enable_moe_shared_loras")
+    found = {name: getattr(lora, name, None) for name in names}
+    return str({**found, "target_modules": sorted(found["target_modules"] or ())})
+
+
 def _long_rope(model: ModelConfig) -> dict[str, bool]:
     """vLLM takes LongRoPE's long factors for all tokens if the engine serves more of them than the
     model was first trained on."""

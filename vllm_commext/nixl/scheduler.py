@@ -3,7 +3,7 @@ channel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.drain import drain_file
@@ -21,6 +21,7 @@ from vllm_commext.nixl.reuse.side import ReuseSide
 from vllm_commext.nixl.wire.params import is_for_decode, is_for_prefill, params_of
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -134,7 +135,32 @@ class SchedulerSide:
         requests that are here."""
         self.prompts.forget_computed()
         self._prefills.release_all()
+        self._prefills.forget_computed(lambda _: True)
         self._reuse.clear()
+
+    def begin_new_weights(
+        self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """The workers are about to run a method that may change weights; returns what to call when
+        they have."""
+        self.forget_computed()
+        return self.engine.identity.begin_new_weights(method, args, kwargs)
+
+    def begin_adapter(self, lora: LoRARequest) -> Callable[[], None]:
+        """The workers are about to load an adapter, perhaps in another one's place; returns what to
+        call when they have."""
+
+        def is_concerned(request: Request) -> bool:
+            known = request.lora_request
+            return known is not None and known.lora_int_id == lora.lora_int_id
+
+        settle = self.engine.identity.adapters.begin_load(lora)
+        if settle is None:
+            return lambda: None
+        self.prompts.forget_adapter(is_concerned)
+        self._prefills.forget_computed(is_concerned)
+        self._reuse.forget_running(is_concerned)
+        return settle
 
     def note_pause(self, *, is_paused: bool) -> None:
         if is_paused:

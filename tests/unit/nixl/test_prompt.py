@@ -21,6 +21,7 @@ WHOLE = Prompt(
     lora="adapter",
     cache_salt="salt",
     items=(("image", 0, 2), ("sound", 4, 1)),
+    weights="generation",
 )
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"token_ids": [7, 8, 9, 10, 12, 12]}, {"token_ids": None}],
@@ -34,6 +35,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "lora": [{"lora": "other"}, {"lora": ""}],
     "cache_salt": [{"cache_salt": "other"}, {"cache_salt": ""}],
+    "weights": [{"weights": "other"}, {"weights": ""}],
     "multimodal": [
         {"items": (("other", 0, 2), ("sound", 4, 1))},
         {"items": (("image", 1, 2), ("sound", 4, 1))},

@@ -23,7 +23,7 @@ def test_names_are_equal_where_root_and_beginning_are(
     contents: list[list[object]] = []
     found: list[list[bytes]] = []
     for (facts, size, lora, salt), ids in ((root, tokens), (other_root or root, other_tokens)):
-        names = chain(root_of(facts, size, lora=lora, cache_salt=salt), ids, size)
+        names = chain(root_of(facts, size, {"lora": lora, "cache_salt": salt}), ids, size)
         ends = range(size, len(ids) + 1, size)
         contents.append([(facts, size, lora, salt, ids[:end]) for end in ends])
         for name, content in zip(names, contents[-1], strict=True):
@@ -36,10 +36,10 @@ def test_names_are_equal_where_root_and_beginning_are(
 
 def test_lora_and_salt_are_no_substitutes_for_each_other() -> None:
     roots = {
-        root_of(FACTS, 4, lora="x", cache_salt=""),
-        root_of(FACTS, 4, lora="", cache_salt="x"),
-        root_of(FACTS, 4, lora="", cache_salt=""),
-        root_of(FACTS, 8, lora="", cache_salt=""),
+        root_of(FACTS, 4, {"lora": "x"}),
+        root_of(FACTS, 4, {"cache_salt": "x"}),
+        root_of(FACTS, 4, {}),
+        root_of(FACTS, 8, {}),
     }
     assert len(roots) == 4
 

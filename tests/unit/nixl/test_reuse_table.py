@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.reuse import offers
 from vllm_commext.nixl.reuse.offers import (
     GenerationTable,
@@ -166,7 +167,7 @@ def test_what_is_on_offer_grows_with_each_block_by_no_more_than_a_step_may_name(
     monkeypatch.setattr(offers, "MAX_NAMED", 5)
     monkeypatch.setattr(Names, "root_of", lambda self, request: request.request_id.encode())
     engine, table = Engine(), OfferTable([np.zeros(1000, dtype=np.uint64)])
-    side = Offers(Names(str, BLOCK), table, engine)
+    side = Offers(Names(str, BLOCK, Identity()), table, engine)
     first, second = engine.add("a", list(range(70))), engine.add("b", list(range(30)))
     expected = {
         one.request_id: chain(one.request_id.encode(), one.all_token_ids, BLOCK)

@@ -13,6 +13,7 @@ from tests.kit.stream_requests import step
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.engine_context import Streaming, streaming_refusal
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
 from vllm_commext.nixl.prefill.prefill_state import PrefillState
 from vllm_commext.nixl.reasons import Handover
@@ -67,7 +68,7 @@ def test_engines_of_very_long_prompts_stream_fewer_at_a_time(
     streaming = Streaming(None, (Group(FULL, 16),), max_tokens, 32)
     pieces = streaming.pieces_per_row
     assert len(ProgressTable(pieces).headers) == num_rows
-    producer = StreamProducer(FenceSlots(FENCE_KEY, 1), StreamDirectory(), streaming)
+    producer = StreamProducer(FenceSlots(FENCE_KEY, 1), StreamDirectory(), streaming, Identity())
     states = [PrefillState(request(str(n), f"{n:032x}")) for n in range(num_rows + 1)]
     ways = [producer.add(state) for state in states]
     assert ways == [Handover.STREAMED] * num_rows + [Handover.NO_ROOM]
@@ -200,7 +201,7 @@ class Side:
         self.fences = FenceSlots(FENCE_KEY, num_slots)
         self.directory = StreamDirectory()
         streaming = Streaming(None, tuple(groups), 64, 32)
-        self.producer = StreamProducer(self.fences, self.directory, streaming, num_rows)
+        self.producer = StreamProducer(self.fences, self.directory, streaming, Identity(), num_rows)
         self.states: dict[str, PrefillState] = {}
 
     def add(self, one: Any, **how: Any) -> Handover:
@@ -344,7 +345,7 @@ def test_an_engine_that_streams_nothing_says_why() -> None:
     assert streaming_refusal([full, full], **zeroed) == Handover.ZEROED
     assert streaming_refusal([full, state], **zeroed) is None
     fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
-    producer = StreamProducer(fences, directory, Streaming(Handover.OFF))
+    producer = StreamProducer(fences, directory, Streaming(Handover.OFF), Identity())
     assert producer.add(PrefillState(request("r"))) == Handover.OFF
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.first_token import Sampler
 from vllm_commext.nixl.geometry.plan import has_state, keeps_every_token
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import TransferParams
-from vllm_commext.nixl.wire.prompt import OtherPromptError, check_prompt, digests, prompt_of
+from vllm_commext.nixl.wire.prompt import OtherPromptError, OtherWeightsError, check_prompt, digests
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
 class PromptMatch:
     """Checks a prefill engine's answer against the request."""
 
-    def __init__(self, groups: Sequence[Group], sampler: Sampler) -> None:
+    def __init__(self, groups: Sequence[Group], sampler: Sampler, identity: Identity) -> None:
         self._has_state = has_state(groups)
         self._leaves_last_token = not keeps_every_token(groups)
         self._sampler = sampler
+        self._identity = identity
 
     def check(self, request: Request, transfer_params: TransferParams) -> None:
         """Refuse what is not this request's.
 
         Raises:
-            OtherPromptError: it is another prompt's.
+            OtherPromptError: it is another prompt's, or computed with other weights.
             ProtocolError: it is another model's.
         """
         remote, num_prompt = transfer_params.remote, request.num_prompt_tokens
@@ -43,7 +45,12 @@ class PromptMatch:
                 f"{remote.num_tokens} tokens, and the prompt here has {num_prompt}. Does the "
                 "router mix requests up, or do the engines tokenise differently?"
             )
-        check_prompt(digests(prompt_of(request), remote.num_tokens), transfer_params.prompt, source)
+        own = digests(self._identity.prompt_of(request), remote.num_tokens)
+        try:
+            check_prompt(own, transfer_params.prompt, source)
+        except OtherWeightsError as error:
+            error.remote = remote
+            raise
         if transfer_params.first_token >= self._sampler.num_tokens > 0:
             raise ProtocolError(
                 f"kv_transfer_params: expected remote_first_token below "

@@ -32,7 +32,7 @@ from vllm_commext.nixl.wire.params import (
     read_params,
 )
 from vllm_commext.nixl.wire.places import place_of_stream
-from vllm_commext.nixl.wire.prompt import OtherPromptError
+from vllm_commext.nixl.wire.prompt import OtherPromptError, OtherWeightsError
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -50,7 +50,7 @@ class RemotePrompts:
         self._reuse = reuse
         self._asker = StreamAsker(engine.client, engine.engine_id, *limits, engine.wakeup.notify)
         self._tokens = RemoteTokens(engine, self._asker)
-        self._match = PromptMatch(engine.groups, engine.sampler)
+        self._match = PromptMatch(engine.groups, engine.sampler, engine.identity)
         self._trust = Trust(config.kv_lease_duration)
         self._states: dict[str, LoadState] = {}
         self._unread: list[LoadState] = []
@@ -237,7 +237,10 @@ class RemotePrompts:
             # Nothing is sent to a host that untrusted parameters name, nothing of theirs released.
             load.refusal = str(error)
             load.num_tokens = self._match.most_tokens(state.request)
-            self._release(state, error)
+            if isinstance(error, OtherWeightsError):
+                load.remote = error.remote
+            else:
+                self._release(state, error)
             if isinstance(error, OtherPromptError):
                 self._engine.recorder.count_reason(FAILURES, "request")
                 text = f"request {state.request_id}: KV cache not loaded, computed here: {error}"
@@ -260,7 +263,7 @@ class RemotePrompts:
     def _release(self, state: LoadState, answer: object) -> None:
         """Let the prefill engine free blocks of which nothing is read.  One of another version is
         asked, too: both logs then say why that cannot be."""
-        if isinstance(answer, TransferParams | OtherProtocolError):
+        if isinstance(answer, TransferParams | OtherProtocolError | OtherWeightsError):
             load = Load(state.request_id, answer.remote, awaited=False)
             self._engine.step.loads.append(load)
 
@@ -322,8 +325,15 @@ class RemotePrompts:
         """Weights or caches have changed: what other engines have computed for requests that are
         here counts no more.  These are computed here, also those whose loads are under way."""
         self._trust.renounce()
+        self._forget(self._states.values())
+
+    def forget_adapter(self, is_concerned: Callable[[Request], bool]) -> None:
+        """The same of requests whose adapter has changed."""
+        self._forget([one for one in self._states.values() if is_concerned(one.request)])
+
+    def _forget(self, states: Iterable[LoadState]) -> None:
         under_way = (LoadPhase.LOADING, LoadPhase.LATE) if self._reuse.has_steps else ()
-        for state in self._states.values():
+        for state in states:
             state.is_void = state.is_void or state.phase in (LoadPhase.KNOWN, *under_way)
             self._reuse.forget(state)
             if state.answer is not None or state.token_phase is TokenPhase.READY:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from vllm_commext.nixl.prefill.prefill_state import (
 from vllm_commext.nixl.requests import Hold, Listed, RemoteRequest
 from vllm_commext.nixl.stream.producer import StreamDirectory, StreamProducer
 from vllm_commext.nixl.wire.params import TransferParams, write_params
-from vllm_commext.nixl.wire.prompt import digests, prompt_of
+from vllm_commext.nixl.wire.prompt import digests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,7 +45,9 @@ class Prefills:
         self._engine = engine
         self._fences = FenceSlots(engine.fence_key)
         self._leaves_last_token = not keeps_every_token(engine.groups)
-        self._producer = StreamProducer(self._fences, self.directory, engine.streaming)
+        self._producer = StreamProducer(
+            self._fences, self.directory, engine.streaming, engine.identity
+        )
         self._keys = PrefillKeys()
         self._states: dict[str, PrefillState] = {}
         self._log = RateLimitedLog()
@@ -84,6 +86,13 @@ class Prefills:
         for state in held:
             self._producer.withdraw(state)
         self._release(held)
+
+    def forget_computed(self, is_concerned: Callable[[Request], bool]) -> None:
+        """Hand over nothing of prompts whose computation has begun."""
+        for state in self._states.values():
+            has_begun = state.slot >= 0 or state.request.num_computed_tokens > 0
+            if has_begun and is_concerned(state.request) and state.move(PrefillPhase.UNWANTED):
+                self._producer.withdraw(state)
 
     def _release(self, states: Iterable[PrefillState]) -> None:
         kept = (state.request_id for state in states if state.renounce())
@@ -171,7 +180,8 @@ class Prefills:
             token, sampling = offer(engine.sampler, request)
         if token >= 0:
             self._producer.tell_token(state, token, sampling)
-        prompt, now = digests(prompt_of(request), num_tokens), int(1000 * time.time())
+        now = int(1000 * time.time())
+        prompt = digests(engine.identity.prompt_of(request), num_tokens)
         transfer_params = TransferParams(remote, prompt, token, sampling, now)
         chunk_tokens = engine.streaming.chunk_tokens
         return write_params(transfer_params, engine.secret, chunk_tokens=chunk_tokens)

@@ -4,10 +4,10 @@ Each block of a running request is named and put on offer once it is complete, a
 them before each step, so that a question is answered from a table.
 
 A block's name is a hash of all that its bytes follow from: the tokens in it, the hash of the block
-before it, and at the root the engine's configuration, the block size, the LoRA adapter and the
-cache salt. So equal hashes mean equal beginnings of one tenant under one model, and a hash says
-nothing to who does not know them. vLLM's own block hashes begin with a number drawn by each process
-and cannot be compared.
+before it, and at the root the engine's configuration and weights, the block size, the LoRA adapter
+and the cache salt. So equal hashes mean equal beginnings of one tenant under one model, and a hash
+says nothing to who does not know them. vLLM's own block hashes begin with a number drawn by each
+process and cannot be compared.
 
 Nothing is kept: blocks are freed as ever, and vLLM's block pool tells when it hands one out
 again, before it does (``unpin_blocks``). Each block has a generation, a number
@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,10 +37,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_commext.anonymous_memory import AnonymousMemory, Offer
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import GENERATIONS
 from vllm_commext.nixl.wire.messages import HASH_BYTES
-from vllm_commext.nixl.wire.prompt import Prompt, prompt_of
+from vllm_commext.nixl.wire.prompt import Prompt, digests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -89,16 +90,15 @@ _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 
 
-def root_of(configuration: str, block_size: int, *, lora: str, cache_salt: str) -> bytes:
+def root_of(configuration: str, block_size: int, identity: Mapping[str, str]) -> bytes:
     """``HASH_BYTES`` bytes that a chain begins with.
 
     Args:
         configuration: digest of the facts on which engines must agree.
         block_size: tokens of a block.
-        lora: what tells the LoRA adapter from others, "" for none.
-        cache_salt: the request's, "" for none.
+        identity: digests of all that the blocks follow from beside the tokens.
     """
-    content = msgspec.msgpack.encode((configuration, block_size, lora, cache_salt))
+    content = msgspec.msgpack.encode((configuration, block_size, sorted(identity.items())))
     return hashlib.blake2b(content, digest_size=HASH_BYTES, person=_ROOT).digest()
 
 
@@ -193,8 +193,11 @@ class Names:
         block_size: tokens of a block.
     """
 
-    def __init__(self, configuration: Callable[[], str], block_size: int) -> None:
+    def __init__(
+        self, configuration: Callable[[], str], block_size: int, identity: Identity
+    ) -> None:
         self._configuration = configuration
+        self._identity = identity
         self.block_size = block_size
         self._digest = ""
 
@@ -208,22 +211,11 @@ class Names:
 
     def root_of(self, request: Request) -> bytes | None:
         """The root of a request's names; None if its KV does not follow from tokens alone."""
-        prompt = prompt_of(request)
+        prompt = self._identity.prompt_of(request)
         if not _is_text(request, prompt):
             return None
         self._digest = self._digest or self._configuration()
-        lora, salt = _adapter_of(request), prompt.cache_salt
-        return root_of(self._digest, self.block_size, lora=lora, cache_salt=salt)
-
-
-def _adapter_of(request: Any) -> str:
-    """Name and path of a request's adapter, "" for none.
-
-    Both, as in the names of vLLM's own prefix cache: an adapter's name may be given to another one,
-    while blocks of the first one are on offer.
-    """
-    lora = request.lora_request
-    return f"{lora.lora_name}\0{lora.lora_path}" if lora is not None else ""
+        return root_of(self._digest, self.block_size, digests(prompt, 0))
 
 
 def _is_text(request: Any, prompt: Prompt) -> bool:
@@ -302,9 +294,13 @@ class Offers:
         """A request has ended: its blocks stay on offer until they are used again."""
         self._named.pop(request_id, None)
 
+    def forget_running(self, running: Iterable[Request]) -> None:
+        """Offer nothing more of these requests."""
+        self._named |= {request.request_id: _Named(None) for request in running}
+
     def clear(self, running: Iterable[Request]) -> None:
         """Weights have changed: drop all, and offer nothing more of these requests."""
-        self._named = {request.request_id: _Named(None) for request in running}
+        self.forget_running(running)
         self._table.clear()
 
     def _note_use(self, block: KVCacheBlock) -> None:

@@ -160,7 +160,7 @@ class ReuseSide:
         reusing, limit_seconds = engine.reusing, engine.config.reuse_lookup_timeout
         self.has_steps = False
         self._engine = engine
-        self._names = Names(reusing.configuration, reusing.block_size)
+        self._names = Names(reusing.configuration, reusing.block_size, engine.identity)
         self._finder = BlockFinder(
             engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
         )
@@ -198,6 +198,10 @@ class ReuseSide:
         self.has_steps, self._running = True, running
         if self._offers is not None:
             self._offers.add_running(running)
+
+    def forget_running(self, is_concerned: Callable[[Request], bool]) -> None:
+        if self._offers is not None:
+            self._offers.forget_running(filter(is_concerned, self._running))
 
     def clear(self) -> None:
         if self._offers is not None:

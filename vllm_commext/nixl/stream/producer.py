@@ -13,14 +13,21 @@ import msgspec
 
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
+from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.fence import FenceSlots
-from vllm_commext.nixl.prefill.prefill_state import PrefillState, Progress, Stream, progress_in
+from vllm_commext.nixl.prefill.prefill_state import (
+    PrefillPhase,
+    PrefillState,
+    Progress,
+    Stream,
+    progress_in,
+)
 from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
 from vllm_commext.nixl.stream.progress import num_rows_of
 from vllm_commext.nixl.wire.messages import FoundStream
 from vllm_commext.nixl.wire.params import key_of, params_of
-from vllm_commext.nixl.wire.prompt import digests, prompt_of
+from vllm_commext.nixl.wire.prompt import digests
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -102,11 +109,13 @@ class StreamProducer:
         fences: FenceSlots,
         directory: StreamDirectory,
         streaming: Streaming,
+        identity: Identity,
         num_rows: int | None = None,
     ) -> None:
         self._fences = fences
         self._directory = directory
         self._streaming = streaming
+        self._identity = identity
         self._has_rest = not keeps_every_token(streaming.groups)
         self._free_rows = list(range(num_rows or num_rows_of(streaming.pieces_per_row)))
         self._coming: set[str] = set()  # keys of prompts that have not begun
@@ -148,8 +157,9 @@ class StreamProducer:
         stream, nonce = state.stream, self._fences.nonce_in(state.slot)
         assert stream is not None
         self._fences.renew(state.slot)
-        stream.num_blocks, stream.is_done = {}, False
-        self._directory.open(stream.key, self._found(state, stream))
+        if state.phase is not PrefillPhase.UNWANTED:
+            stream.num_blocks, stream.is_done = {}, False
+            self._directory.open(stream.key, self._found(state, stream))
         return Restart(stream.row, state.slot, nonce)
 
     def _advance(self, state: PrefillState, progress: Progress) -> Chunk | None:
@@ -223,7 +233,7 @@ class StreamProducer:
             tag=stream.tag,
             fence_slot=state.slot,
             fence_nonce=self._fences.nonce_in(state.slot),
-            prompt=digests(prompt_of(request), request.num_prompt_tokens),
+            prompt=digests(self._identity.prompt_of(request), request.num_prompt_tokens),
             regions=[region.first for region in self._streaming.regions],
         )
 
@@ -236,7 +246,9 @@ class StreamProducer:
             self._leave(state, state.stream, "the prefill has ended")
 
     def withdraw(self, state: PrefillState) -> None:
-        """Who asks for the request is told from now on that it has ended."""
+        """Publish nothing more of a prompt; who asks for it is told that it has ended."""
+        if state.stream is not None:
+            state.stream.is_done = True
         if state.row >= 0 and state.stream is not None:
             self._directory.end(state.stream.key)
 

@@ -14,7 +14,8 @@ from vllm_commext.errors import ProtocolError
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.request import Request
+
+    from vllm_commext.nixl.requests import RemoteRequest
 
 PARTS = {
     "tokens": "token ids",
@@ -22,13 +23,23 @@ PARTS = {
     "lora": "LoRA adapter",
     "cache_salt": "cache_salt",
     "multimodal": "multimodal items",
+    "weights": "weights, which were changed since the start of an engine",
 }
 """Every part of a prompt, and what messages call it."""
+COMPUTED_BY = frozenset({"lora", "weights"})
+"""Parts of the engine that computes it."""
 DIGEST_DIGITS = 64
 
 
 class OtherPromptError(ProtocolError):
     """The KV cache is that of another prompt."""
+
+
+class OtherWeightsError(OtherPromptError):
+    """The KV cache is the prompt's own, computed with another adapter or other weights; ``remote``
+    can be told that it is not read."""
+
+    remote: RemoteRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class Prompt:
             the prompt is of one kind.
         items: multimodal items in the order of their places: (hash of the content, first token,
             tokens).
+        lora: name and content of its adapter, "" for none; see ``identity``.
+        weights: generation of the engine's weights, "" for those of its start.
     """
 
     num_tokens: int
@@ -52,20 +65,7 @@ class Prompt:
     lora: str = ""
     cache_salt: str = ""
     items: tuple[tuple[str, int, int], ...] = ()
-
-
-def prompt_of(request: Request) -> Prompt:
-    lora = request.lora_request
-    places = [(item.identifier, item.mm_position) for item in request.mm_features]
-    return Prompt(
-        num_tokens=request.num_prompt_tokens,
-        token_ids=request.prompt_token_ids,
-        embeddings=request.prompt_embeds,
-        is_token=getattr(request, "prompt_is_token_ids", None),  # vLLM before it mixed the two
-        lora=lora.lora_name if lora is not None else "",
-        cache_salt=request.cache_salt or "",
-        items=tuple((name, place.offset, place.length) for name, place in places),
-    )
+    weights: str = ""
 
 
 def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
@@ -81,10 +81,9 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
         found["tokens"] = _digest(msgspec.msgpack.encode(ids))
     if prompt.embeddings is not None:
         found["embeddings"] = _digest_of_rows(prompt, num_tokens)
-    if prompt.lora:
-        found["lora"] = _digest(prompt.lora.encode(errors="surrogatepass"))
-    if prompt.cache_salt:
-        found["cache_salt"] = _digest(prompt.cache_salt.encode(errors="surrogatepass"))
+    for part in ("lora", "cache_salt", "weights"):
+        if text := getattr(prompt, part):
+            found[part] = _digest(text.encode(errors="surrogatepass"))
     items = [item for item in prompt.items if item[1] < num_tokens]
     if items:
         found["multimodal"] = _digest(msgspec.msgpack.encode(items))
@@ -93,13 +92,18 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
 
 def check_prompt(own: Mapping[str, str], computed: Mapping[str, str], source: str) -> None:
     """Compare the digests of a request's prompt and of a KV cache; raises OtherPromptError."""
-    differing = [name for part, name in PARTS.items() if own.get(part) != computed.get(part)]
-    if differing or not own.keys() <= PARTS.keys() or not computed.keys() <= PARTS.keys():
-        raise OtherPromptError(
-            f"kv_transfer_params are those of another prompt: {source} computed it with other "
-            f"{', '.join(differing) or 'parts than are known here'}. Does the router mix requests "
-            "up, or do the engines tokenise, template or name adapters differently?"
-        )
+    differing = [part for part in PARTS if own.get(part) != computed.get(part)]
+    if not differing and own.keys() <= PARTS.keys() and computed.keys() <= PARTS.keys():
+        return
+    names = ", ".join(PARTS[part] for part in differing) or "parts than are known here"
+    kind, remedy = OtherPromptError, "mix requests up, or do the engines tokenise or template"
+    remedy = f"Does the router {remedy} differently?"
+    if differing and COMPUTED_BY.issuperset(differing):
+        kind, remedy = OtherWeightsError, "Load the same adapters and weights on both engines."
+    raise kind(
+        f"kv_transfer_params are those of another prompt: {source} computed it with other {names}. "
+        f"{remedy}"
+    )
 
 
 def _digest(content: bytes) -> str:
