@@ -95,7 +95,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     urls = [engine.url for engine in engines]
     proxy = ProxyServer("proxy", urls[:1], urls[1:], folder, args=cluster.PATIENT_PROXY_ARGS)
     with cluster.all_ready([plain, *engines]), proxy:
-        yield Servers(plain, *engines, proxy, folder)
+        yield Servers(plain, engines[0], engines[1], proxy, folder)
 
 
 def test_an_adapter_loaded_anew_at_one_engine_is_no_answer_of_the_other_one(

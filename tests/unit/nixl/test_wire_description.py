@@ -3,6 +3,7 @@ be planned with."""
 
 import contextlib
 import random
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from vllm_commext.nixl.geometry.layout import (
     StateGeometry,
     StatePart,
 )
-from vllm_commext.nixl.geometry.plan import plan_read
+from vllm_commext.nixl.geometry.plan import MAX_PLAN_ROWS, Blocks, plan_read
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.description import (
     MappedOffer,
@@ -187,6 +188,55 @@ def test_a_description_with_any_number_changed_opens_or_is_refused(data: st.Data
         return
     with contextlib.suppress(CommextError):
         plan_read(LAYOUT, opened.layout, local_device=0, remote_device=opened.device_id)
+
+
+SIZES = st.sampled_from([1, 2, 7, 8, 16, 128, 1 << 12, 1 << 16, 1 << 20, 1 << 31, (1 << 40) - 1])
+
+
+@st.composite
+def hostile_layouts(draw: st.DrawFn) -> CacheLayout:
+    """Consistent, and as large or small as numbers go."""
+    row_tokens, rows_per_block = draw(SIZES), draw(st.sampled_from([1, 2, 1 << 8, 1 << 16]))
+    num_blocks = draw(st.sampled_from([1, 7, 1 << 12, (1 << 31) - 1]))
+    geometry = replace(
+        ATTENTION,
+        num_rows=num_blocks * rows_per_block,
+        rows_per_block=rows_per_block,
+        row_tokens=row_tokens,
+        **{name: draw(SIZES) for name in ("row_stride", "head_stride", "token_stride")},
+    )
+    state = StateGeometry(num_blocks, draw(SIZES), (CONV, SSM))
+    rank = draw(st.integers(0, 3))
+    return CacheLayout(
+        tp_size=draw(st.sampled_from([1, 2, 4, 1 << 16])) if rank == 0 else 4,
+        tp_rank=rank,
+        num_blocks=num_blocks,
+        groups=[Group("full", row_tokens * rows_per_block), Group("state", draw(SIZES))],
+        families=[
+            Family(0, ["l0", "l2"], [4096, 8192], geometry),
+            Family(1, ["l1"], [8192], state),
+        ],
+    )
+
+
+@given(hostile_layouts())
+@settings(max_examples=150, deadline=None)
+def test_no_description_makes_a_reader_allocate_without_bounds(layout: CacheLayout) -> None:
+    """Neither for the plan nor for a request's pairs; what is refused costs next to nothing."""
+    frame = msgspec.msgpack.encode(replace(DESCRIPTION, layout=layout))
+    own, made = [Blocks(0, [1]), Blocks(0, [2])], None
+    tracemalloc.start()
+    try:
+        opened = open_description(describe(frame, "start-1")).layout
+        made = plan_read(LAYOUT, opened, local_device=0, remote_device=0)
+        made.pairs(own, [[0], [0]], num_tokens=16, num_remote_tokens=16)
+    except CommextError:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak <= (2 << 20 if made is None else 160 << 20)
+    assert made is None or len(made.remote_rows) <= MAX_PLAN_ROWS
 
 
 def _numbers(plain: Any) -> list[tuple[Any, Any]]:

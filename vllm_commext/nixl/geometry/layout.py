@@ -49,6 +49,8 @@ FULL, WINDOW, STATE = "full", "window", "state"
 
 MAX_COUNT = 1 << 16
 """Heads, units, runs or kernel blocks a block that a description may have."""
+MAX_BLOCK_TOKENS = 1 << 16
+"""Tokens of a block, but where it holds a state."""
 MAX_STAGES = 1 << 12
 """Pipeline stages that a description may name."""
 MAX_PARTS = 64
@@ -231,7 +233,8 @@ def check_layout(layout: CacheLayout) -> None:
     _expect(bool(layout.groups) and bool(layout.families), "groups and families")
     for group in layout.groups:
         _expect(group.kind in (FULL, WINDOW, STATE), f"a known kind of group, not {group.kind!r}")
-        _expect(0 < group.block_size < 1 << 31, "block_size")
+        most = (1 << 31) - 1 if group.kind == STATE else MAX_BLOCK_TOKENS
+        _expect(0 < group.block_size <= most, f"block_size from 1 to {most}")
     for family in layout.families:
         _expect(0 <= family.group < len(layout.groups), "family.group")
         _expect(0 < len(family.names) == len(family.base_addresses), "a base address a layer")
