@@ -14,7 +14,9 @@ from vllm_commext import __version__
 from vllm_commext.errors import CommextError
 
 PROGRAM = "vllm-commext"
-COMMANDS: tuple[str, ...] = ("doctor", "proxy", "drain", "tune", "bench")
+SERVE = "serve"
+"""Hands what comes after ``--`` on: argparse would not take it behind options."""
+COMMANDS: tuple[str, ...] = (SERVE, "doctor", "proxy", "drain", "tune", "bench")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -26,7 +28,7 @@ def _load(command: str) -> ModuleType:
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Communication extensions for vLLM: diagnosis, proxy, drain, tuning, load.",
+        description="Communication extensions for vLLM: serving, diagnosis, proxy, drain, load.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -50,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         _build_parser(COMMANDS).print_help()
         return EXIT_ERROR
-    named = [arguments[0]] if arguments and arguments[0] in COMMANDS else list(COMMANDS)
-    args = _build_parser(named).parse_args(arguments)
+    named = [arguments[0]] if arguments[0] in COMMANDS else list(COMMANDS)
+    at = arguments.index("--") if arguments[0] == SERVE and "--" in arguments else len(arguments)
+    args = _build_parser(named).parse_args(arguments[:at])
+    args.engine_args = arguments[at + 1 :]
     try:
         return args.run(args)
     except CommextError as error:

@@ -1,0 +1,135 @@
+"""`vllm-commext serve` before it starts anything: commands, refusals, and what logs say."""
+
+import itertools
+import json
+import shlex
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_commext.cli.main import main
+from vllm_commext.errors import ConfigError
+from vllm_commext.serve import checks, plan
+from vllm_commext.serve.loading import STAGES, cause_of, stage_of
+from vllm_commext.serve.plan import Request
+
+REQUEST = Request("m", ("0", "1", "2", "3"), 2, 2, "127.0.0.1", 8000, 15, 1000, ("--seed", "1"))
+
+
+def commands(request: Request) -> list[plan.Command]:
+    return plan.commands(request, Path("/run/x"), itertools.count(9000), {})
+
+
+def test_each_group_of_gpus_has_an_engine_that_can_be_drained_and_the_proxy_knows_all() -> None:
+    *engines, proxy = commands(REQUEST)
+    assert [one.environ["CUDA_VISIBLE_DEVICES"] for one in engines] == ["0,1", "2,3"]
+    numbers = [one.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] for one in engines]
+    assert len({*numbers, *(one.url.rpartition(":")[2] for one in engines)}) == 4
+    for one in engines:
+        config = json.loads(one.argv[list(one.argv).index("--kv-transfer-config") + 1])
+        assert config["kv_role"] == "kv_both"
+        assert config["kv_load_failure_policy"] == "recompute"
+        assert "vllm_commext.drain.Gate" in one.argv
+        assert one.environ["COMMEXT_DRAIN_FILE"] == one.drain_file
+        assert list(one.argv)[-2:] == ["--seed", "1"]
+    assert [one.url for one in engines] == [
+        value for name, value in itertools.pairwise(proxy.argv) if name == "--engine"
+    ]
+    assert "--tpot-ms 15 --ttft-ms 1000" in shlex.join(proxy.argv)
+
+
+def test_without_a_limit_requests_go_where_least_is_to_do() -> None:
+    proxy = commands(replace(REQUEST, gpus=(), tpot_ms=0, ttft_ms=0))[-1]
+    assert shlex.join(proxy.argv).endswith("--placement local")
+
+
+def test_variables_of_the_user_win_over_defaults_for_cpus() -> None:
+    on_cpu = replace(REQUEST, gpus=(), tp=1)
+    mine = plan.commands(on_cpu, Path("/x"), itertools.count(1), {"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in mine[0].environ
+    assert commands(on_cpu)[0].environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "a model", "--engines", "1", "--print", "--", "--seed", "2"]) == 0
+    engine, proxy = capsys.readouterr().out.splitlines()
+    words = shlex.split(engine)
+    assert words[words.index("vllm") :][:3] == ["vllm", "serve", "a model"]
+    assert words[-2:] == ["--seed", "2"]
+    assert shlex.split(proxy)[:2] == ["vllm-commext", "proxy"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["m", "--gpus", "0,1,2", "--tp", "2"], "multiple of --tp 2"),
+        (["m", "--gpus", "0,0"], "each GPU once"),
+        (["m", "--gpus", "9"], "some of this host's GPUs (0, 1), got 9"),
+        (["m", "--gpus", "1"], "got 1 with 70 of 80 GiB in use"),
+        (["m", "--engines", "0"], "--engines 0: expected at least 1"),
+        (["m", "--engines", "1", "--gpus", "0"], "expected one of them"),
+        (["m", "--tpot-ms", "-5"], "--tpot-ms -5: expected at least 0"),
+        (["m", "--ttft-ms", "5"], "add --tpot-ms"),
+        (["/no/such/model", "--engines", "1"], "a model's config.json, got none"),
+        (["m", "--engines", "1", "--", "--port", "3"], "--port after --: expected options"),
+        (["m", "--engines", "1", "--host", "192.0.2.1"], "give another --port"),
+        (["m", "--engines", "1", "--logs", "/dev/null/x"], "a folder that can be written"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    typed: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = {"0": (500.0, 81920.0), "1": (70 * 1024.0, 81920.0)}
+    monkeypatch.setattr(checks, "gpus_here", lambda: here)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    at = typed.index("--") if "--" in typed else len(typed)
+    assert main(["serve", *typed[:at], "--port", str(port), *typed[at:]]) == 2
+    out, err = capsys.readouterr()
+    assert expected in err
+    assert len(err.splitlines()) == 1
+    assert not out
+
+
+def test_a_taken_port_is_known_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        request = replace(REQUEST, gpus=(), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="'Address already in use'; give another --port"):
+            checks.check(request, {})
+
+
+ROOT = "(EngineCore pid=7) ERROR 11-28 [core.py:1] ValueError: No room for 4 GiB of KV cache."
+FOLLOWS = "RuntimeError: Engine core initialization failed. See root cause above."
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (["INFO all is well"], ""),
+        ([ROOT, FOLLOWS], "ValueError: No room for 4 GiB of KV cache."),
+        (["vllm serve: error: unrecognized arguments: --x"], "unrecognized arguments: --x"),
+        (["torch.cuda.OutOfMemoryError: CUDA out of memory.", FOLLOWS], "OutOfMemoryError: CUDA"),
+    ],
+)
+def test_the_cause_of_an_end_is_the_error_that_others_follow(lines: list[str], cause: str) -> None:
+    found = cause_of(lines)
+    assert found.startswith(cause)
+    assert bool(found) == bool(cause)
+
+
+def test_stages_come_in_order() -> None:
+    lines = [
+        "INFO [api_utils.py:273] non-default args: {}",
+        "INFO [gpu_model_runner.py:5091] Starting to load model x...",
+        "INFO [monitor.py:53] torch.compile takes 12.1 s in total",
+        "INFO [kv_cache_utils.py:1829] GPU KV cache size: 12 tokens",
+        "INFO [gpu_model_runner.py:6215] Graph capturing finished in 3 secs",
+        "INFO:     Application startup complete.",
+    ]
+    assert [stage_of(line) for line in lines] == list(range(len(STAGES)))
+    assert stage_of("INFO something else") == -1

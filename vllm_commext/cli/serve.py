@@ -1,0 +1,118 @@
+"""`vllm-commext serve`: engines on this host and the proxy in front of them."""
+
+import argparse
+import asyncio
+import os
+import shutil
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+from vllm_commext.errors import ConfigError
+from vllm_commext.serve import checks, plan
+from vllm_commext.serve.plan import Request
+
+HELP = "serve a model by several engines of this host, behind one address"
+EPILOG = """examples, two engines on a GPU each, and two on CPUs:
+  vllm-commext serve MODEL --gpus 0,1 --tpot-ms 15 --ttft-ms 1000
+  vllm-commext serve MODEL --engines 2 -- --max-model-len 4096
+what comes after -- goes to each vllm serve"""
+NUM_CPU_ENGINES = 2
+LONGEST_PATH = 45
+"""Bytes of a folder of sockets' parent: a socket's path has 107 at most, with a name of 37."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, or a name on a hub, as for vllm serve")
+    add("--gpus", metavar="N,N", help="GPUs to use; default: all of this host")
+    add("--engines", type=int, metavar="N", help="engines on CPUs, where there are no GPUs")
+    add("--tp", type=int, default=1, metavar="N", help="GPUs of each engine; default: %(default)s")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
+    add("--port", type=int, default=8000, help="default: %(default)s")
+    add("--tpot-ms", type=int, default=0, metavar="MS", help="limit for each token but the first")
+    add("--ttft-ms", type=int, default=0, metavar="MS", help="limit to the first token")
+    add("--logs", type=Path, metavar="FOLDER", help="keep logs there; default: only after an error")
+    add("--print", action="store_true", help="print the commands, and start nothing")
+
+
+def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, float]]]:
+    """The request as typed, and the GPUs of this host.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+    for option, least in (("tp", 1), ("engines", 1), ("tpot_ms", 0), ("ttft_ms", 0), ("port", 1)):
+        value = getattr(args, option)
+        if value is not None and value < least:
+            typed = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"{typed} {value}: expected at least {least}, got {value}")
+    if args.ttft_ms and not args.tpot_ms:
+        raise ConfigError("--ttft-ms: expected --tpot-ms beside it, got none; add --tpot-ms")
+    here = {} if args.engines else checks.gpus_here()
+    if args.engines and args.gpus:
+        raise ConfigError("--engines and --gpus: expected one of them, got both; leave one out")
+    gpus = tuple(part.strip() for part in args.gpus.split(",")) if args.gpus else tuple(here)
+    num_engines = args.engines or NUM_CPU_ENGINES
+    request = Request(
+        *(args.model, gpus, num_engines, args.tp, args.host, args.port),
+        *(args.tpot_ms, args.ttft_ms, tuple(args.engine_args)),
+    )
+    return request, here
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: ended as asked; 1: no engine is left.
+
+    Raises:
+        CommextError: it cannot start, with the cause.
+    """
+    request, here = _request(args)
+    if args.print:
+        with closing(checks.free_ports()) as ports:
+            for one in plan.commands(request, Path("/run/user/commext"), ports, os.environ):
+                print(one.as_shell())
+        return 0
+    checks.check(request, here)
+    parent = tempfile.gettempdir()
+    parent = parent if len(os.fsencode(parent)) <= LONGEST_PATH else "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="commext-serve-", dir=parent))
+    try:
+        return _serve(request, folder, _log_folder(args.logs, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _log_folder(given: Path | None, folder: Path) -> Path:
+    logs = given or folder.with_name(f"{folder.name}-logs")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "proxy.log").touch()
+    except OSError as error:
+        raise ConfigError(
+            f"--logs {logs}: expected a folder that can be written, got {error.strerror}"
+        ) from error
+    return logs
+
+
+def _serve(request: Request, folder: Path, logs: Path) -> int:
+    from vllm_commext.serve.supervisor import Supervisor  # aiohttp, an extra that was checked
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    with closing(checks.free_ports()) as ports:
+        commands = plan.commands(request, folder, ports, os.environ)
+    url = commands[-1].url
+    example = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d " + (
+        f"""'{{"model": "{request.model}", "prompt": "Hello", "max_tokens": 16}}'"""
+    )
+    say(f"{len(commands) - 1} engines and the proxy start; logs: {logs}")
+
+    def on_ready() -> None:
+        say(f"serves {request.model} at {url}/v1\n  {example}")
+
+    status = asyncio.run(Supervisor(commands, logs, say, on_ready).run())
+    if status == 0 and logs.parent == folder.parent and logs.name.startswith(folder.name):
+        shutil.rmtree(logs, ignore_errors=True)
+    return status

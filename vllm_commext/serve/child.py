@@ -1,0 +1,120 @@
+"""A process that belongs to this one: in a session of its own, with a log file, and nothing of it
+stays."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from vllm_commext.serve.loading import cause_of, stage_of
+from vllm_commext.serve.plan import Command
+
+_SHARED = "/dev/shm/"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class Child:
+    """One start of a command.
+
+    Attributes:
+        stage: how far vLLM's log says that its start is, an index of ``STAGES``; -1: nothing yet.
+        began: seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, command: Command, log: Path) -> None:
+        self.command = command
+        self.log = log
+        self.stage = -1
+        self.began = time.monotonic()
+        self._read = log.stat().st_size if log.exists() else 0
+        self._from = self._read
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.environ},
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.poll()
+
+    def look(self) -> bool:
+        """Read what is new in the log; True where the start has come further."""
+        before = self.stage
+        with self.log.open("rb") as file:
+            file.seek(self._read)
+            *lines, rest = file.read(1 << 20).split(b"\n")
+            self._read = file.tell() - len(rest)
+        for line in lines:
+            self.stage = max(self.stage, stage_of(line.decode(errors="replace")))
+        return self.stage > before
+
+    def cause(self) -> str:
+        """The error that ended it, from its log; else its exit status or signal."""
+        with self.log.open("rb") as file:
+            file.seek(self._from)
+            found = cause_of(line.decode(errors="replace") for line in file)
+        status = self.status
+        if found or status is None:
+            return found
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, which passes its end on to those that it has started."""
+        if self.status is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and all of its session at once, and remove their shared memory."""
+        pids = _session(self._process.pid)
+        shared = {name for pid in pids for name in _shared_memory(pid)}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        for name in shared:
+            Path(name).unlink(missing_ok=True)
+
+    def has_left(self) -> bool:
+        """True where processes of its session are still here."""
+        return bool(_session(self._process.pid))
+
+
+def _session(leader: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _shared_memory(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return [path for line in lines if (path := line[73:]).startswith(_SHARED)]
+    return []

@@ -1,0 +1,159 @@
+"""The commands that serve a model on this host: an engine for each group of GPUs, and the proxy.
+Pure."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_commext.drain import MIDDLEWARE, VARIABLE
+from vllm_commext.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+TRANSFER = {
+    "kv_connector": "CommextNixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+SHUTDOWN_SECONDS = 20
+"""For requests of an engine that is asked to end; the proxy has waited for them before."""
+OURS = (
+    *("--host", "--port", "--tensor-parallel-size", "-tp", "--kv-transfer-config"),
+    *("--middleware", "--shutdown-timeout"),
+)
+"""Options of ``vllm serve`` that this command sets itself."""
+CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Several engines share a host's cores and memory; vLLM would take all for each."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line.
+
+    gpus: as for CUDA_VISIBLE_DEVICES, none: CPUs; num_engines: on CPUs; tpot_ms, ttft_ms: limits
+    that placement keeps, 0: none; engine_args: of every ``vllm serve``.
+    """
+
+    model: str
+    gpus: tuple[str, ...]
+    num_engines: int
+    tp: int
+    host: str
+    port: int
+    tpot_ms: int
+    ttft_ms: int
+    engine_args: tuple[str, ...]
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """GPUs of each engine.
+
+        Raises:
+            ConfigError: they cannot be divided so.
+        """
+        if not self.gpus:
+            return [()] * self.num_engines
+        if len(self.gpus) % self.tp or len(set(self.gpus)) < len(self.gpus):
+            raise ConfigError(
+                f"--gpus {','.join(self.gpus)}: expected each GPU once and a multiple of "
+                f"--tp {self.tp}; name other GPUs, or another --tp"
+            )
+        return [self.gpus[at : at + self.tp] for at in range(0, len(self.gpus), self.tp)]
+
+    def check(self) -> None:
+        """Raise `ConfigError` for an option of ``vllm serve`` that is set here."""
+        for option in self.engine_args:
+            if option.partition("=")[0] in OURS:
+                raise ConfigError(
+                    f"{option} after --: expected options of vllm serve other than "
+                    f"{', '.join(OURS)}, which this command sets; leave it out"
+                )
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process; ``environ`` is laid over this one's, ``drain_file`` makes an engine drain."""
+
+    name: str
+    argv: Sequence[str]
+    url: str
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    drain_file: str = ""
+
+    def as_shell(self) -> str:
+        """The command for a shell, with the commands' own names."""
+        argv = [*self.argv]
+        start = {"vllm.entrypoints.cli.main": "vllm", "vllm_commext": "vllm-commext"}
+        if argv[1:2] == ["-m"] and argv[2] in start:
+            argv[:3] = [start[argv[2]]]
+        return " ".join(
+            [*(f"{k}={shlex.quote(v)}" for k, v in self.environ.items()), shlex.join(argv)]
+        )
+
+
+def commands(
+    request: Request, folder: Path, ports: Iterator[int], environ: Mapping[str, str]
+) -> list[Command]:
+    """The engines' commands, then the proxy's.
+
+    Args:
+        folder: for files by which engines drain, and for sockets.
+        ports: free ones.
+        environ: this process's environment, which wins over defaults.
+    """
+    engines = [
+        _engine(request, number, group, folder, ports, environ)
+        for number, group in enumerate(request.groups())
+    ]
+    return [*engines, _proxy(request, [engine.url for engine in engines])]
+
+
+def _engine(
+    request: Request,
+    number: int,
+    gpus: Sequence[str],
+    folder: Path,
+    ports: Iterator[int],
+    environ: Mapping[str, str],
+) -> Command:
+    port, drain_file = next(ports), str(folder / f"drain-engine{number}")
+    own = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports)),
+        VARIABLE: drain_file,
+        "VLLM_RPC_BASE_PATH": str(folder),
+    }
+    if gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    else:
+        own |= {name: value for name, value in CPU_DEFAULTS.items() if name not in environ}
+    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
+    argv += ["--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE]
+    argv += [
+        "--tensor-parallel-size",
+        str(request.tp),
+        "--kv-transfer-config",
+        json.dumps(TRANSFER),
+    ]
+    argv += ["--shutdown-timeout", str(SHUTDOWN_SECONDS), *request.engine_args]
+    return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own, drain_file)
+
+
+def _proxy(request: Request, engines: Sequence[str]) -> Command:
+    argv = [sys.executable, "-m", "vllm_commext", "proxy", "--host", request.host]
+    argv += ["--port", str(request.port)]
+    for url in engines:
+        argv += ["--engine", url]
+    limits = {"--tpot-ms": request.tpot_ms, "--ttft-ms": request.ttft_ms}
+    for option, value in limits.items():
+        argv += [option, str(value)] if value else []
+    argv += [] if request.tpot_ms else ["--placement", "local"]
+    return Command("proxy", argv, f"http://{shown(request.host)}:{request.port}")
+
+
+def shown(host: str) -> str:
+    """An address under which a server that listens on *host* is reached from here."""
+    if host in ("0.0.0.0", "::", ""):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host

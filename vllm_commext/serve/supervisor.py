@@ -1,0 +1,196 @@
+"""Keeps the processes of a plan running until it is asked to end."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from vllm_commext.errors import CommextError
+from vllm_commext.serve.child import Child
+from vllm_commext.serve.loading import STAGES
+from vllm_commext.serve.plan import Command
+
+LOOK_SECONDS = 0.2
+CHECK_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
+SILENT_SECONDS = 45.0
+"""Without an answer from a process that has been ready: it hangs, and is started again."""
+PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Before a process is started again; after the last of them it is given up."""
+STEADY_SECONDS = 600.0
+"""Of service after which the pauses begin again."""
+DRAIN_SECONDS, END_SECONDS = 35.0, 30.0
+"""For the proxy's requests, and then for the engines, to end."""
+
+
+class StartError(CommextError, RuntimeError):
+    """A process ended before it was ever ready."""
+
+
+class Member:
+    """A command, its process now, and how often it has ended."""
+
+    def __init__(self, command: Command, log: Path, say: Callable[[str], None]) -> None:
+        self.command, self._log, self._say = command, log, say
+        self.child: Child | None = None
+        self.is_ready = False
+        self.has_been_ready = False
+        self.is_given_up = False
+        self._num_ends = 0
+        self._answered = self._next_start = 0.0
+
+    def step(self, answers: bool | None) -> None:
+        """Look after it; *answers*: of its last check, None where there was none since.
+
+        Raises:
+            StartError: it ended before it was ever ready.
+        """
+        now = time.monotonic()
+        if self.child is None:
+            if now >= self._next_start and not self.is_given_up:
+                self.child, self._answered = Child(self.command, self._log), now
+            return
+        if self.child.status is not None:
+            self._note_end(now)
+            return
+        if self.child.look() and not self.is_ready:
+            self._tell(STAGES[self.child.stage][0])
+        if answers:
+            self._note_answer(now)
+        elif self.is_ready and now - self._answered > SILENT_SECONDS:
+            self._tell(f"has not answered for {SILENT_SECONDS:g} s, and is ended")
+            self.child.kill()
+
+    def _note_answer(self, now: float) -> None:
+        assert self.child is not None
+        self._answered = now
+        if not self.is_ready:
+            self.is_ready = self.has_been_ready = True
+            self._tell("is ready")
+        elif self.child.seconds > STEADY_SECONDS:
+            self._num_ends = 0
+
+    def _note_end(self, now: float) -> None:
+        assert self.child is not None
+        cause = self.child.cause()
+        self.child.kill()
+        if not self.has_been_ready:
+            raise StartError(f"{self.command.name} did not start: {cause}; see {self._log}")
+        self.is_given_up = self._num_ends >= len(PAUSES)
+        pause = PAUSES[min(self._num_ends, len(PAUSES) - 1)]
+        what = "is given up" if self.is_given_up else f"starts again in {pause:g} s"
+        self._tell(f"ended ({cause}), and {what}; see {self._log}")
+        self._num_ends += 1
+        self.child, self.is_ready, self._next_start = None, False, now + pause
+
+    def _tell(self, text: str) -> None:
+        seconds = f"{self.child.seconds:5.0f} s" if self.child is not None else ""
+        self._say(f"{self.command.name:8s} {seconds}  {text}")
+
+
+class Supervisor:
+    """Runs the members of a plan; the last one is the proxy.
+
+    Args:
+        logs: the folder of their logs.
+        say: prints a line.
+        on_ready: called once all of them serve.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Command],
+        logs: Path,
+        say: Callable[[str], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self.members = [Member(one, logs / f"{one.name}.log", say) for one in commands]
+        self._say, self._on_ready = say, on_ready
+        self._answers: dict[str, bool] = {}
+        self._asked_to_end = 0
+        self._woken = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or a failed start; 0, or 1 where no engine is left.
+
+        Raises:
+            StartError: a process ended before it was ever ready.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._ask_to_end)
+        async with aiohttp.ClientSession() as session:
+            checks = asyncio.create_task(self._check(session))
+            try:
+                return await self._watch()
+            finally:
+                checks.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await checks
+                await self._end()
+
+    async def _watch(self) -> int:
+        was_ready = False
+        while not self._asked_to_end:
+            for member in self.members:
+                member.step(self._answers.pop(member.command.name, None))
+            if not was_ready and all(member.is_ready for member in self.members):
+                was_ready = True
+                self._on_ready()
+            if all(member.is_given_up for member in self.members[:-1]):
+                self._say("no engine is left")
+                return 1
+            await self._sleep(LOOK_SECONDS)
+        return 0
+
+    async def _check(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            names = [member for member in self.members if member.child is not None]
+            found = await asyncio.gather(*(_answers(session, one.command) for one in names))
+            self._answers |= {
+                one.command.name: is_well for one, is_well in zip(names, found, strict=True)
+            }
+            is_new = not all(member.is_ready for member in names)
+            await asyncio.sleep(LOOK_SECONDS if is_new else CHECK_SECONDS)
+
+    async def _sleep(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+
+    def _ask_to_end(self) -> None:
+        self._asked_to_end += 1
+        self._woken.set()
+        if self._asked_to_end == 1:
+            self._say("ends: requests that run come to their end; Ctrl-C again ends all at once")
+
+    async def _end(self) -> None:
+        """End the proxy, which waits for its requests, then the engines, and what is left."""
+        *engines, proxy = self.members
+        await self._end_some([proxy], DRAIN_SECONDS)
+        await self._end_some(engines, END_SECONDS)
+        self._say("has ended")
+
+    async def _end_some(self, members: Sequence[Member], seconds: float) -> None:
+        children = [member.child for member in members if member.child is not None]
+        for child in children:
+            child.signal(signal.SIGTERM)
+        end = time.monotonic() + seconds
+        while any(child.has_left() for child in children):
+            if time.monotonic() > end or self._asked_to_end > 1:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        for child in children:
+            child.kill()
+
+
+async def _answers(session: aiohttp.ClientSession, command: Command) -> bool:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    try:
+        async with session.get(f"{command.url}/health", timeout=timeout) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
