@@ -22,6 +22,9 @@ IDLE_SECONDS = 15.0
 POLL_SECONDS = 0.1
 UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 BURST_REQUESTS, BURST_SHARE = 48, 0.75
+OPEN_ENDED = b'{"max_completion_tokens": 4096, '
+"""Engines ignore it in completions, and end at ``max_tokens``; placement takes it for the bound,
+and so learns nothing of an answer's length in advance."""
 FIRST_TAIL_SECONDS = 6.0
 """What a load is taken to last beyond its arrivals until one has been seen."""
 
@@ -120,6 +123,7 @@ class Rounds:
         async def play() -> client.Played:
             endpoint = await client.find(one.proxy.url, vocab_size=self._vocab_size)
             made = bodies(arrivals, endpoint.model, endpoint.vocab_size, seed)
+            made = [OPEN_ENDED + body[1:] for body in made]
             return await client.play(endpoint, arrivals, made, wait_seconds=self._load.wait_seconds)
 
         played = asyncio.run(play())
