@@ -123,23 +123,23 @@ class StreamWatch(_Watch):
         self._timer = self._loop.call_later(min(self._limits.values()), self._look)
 
     def reading(self) -> None:
-        self._is_writing, self.since = False, self._loop.time()
+        self.is_writing, self.since = False, self._loop.time()
 
     def writing(self) -> None:
-        self._is_writing, self.since = True, self._loop.time()
+        self.is_writing, self.since = True, self._loop.time()
 
     def _look(self) -> None:
-        left = self._limits[self._is_writing] - (self._loop.time() - self.since)
+        left = self._limits[self.is_writing] - (self._loop.time() - self.since)
         if left <= 0:
-            self._interrupt(ClientStalledError if self._is_writing else TimeoutError)
+            self._interrupt(ClientStalledError if self.is_writing else TimeoutError)
             return
         self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
 
     def leave(self) -> None:
         """End a wait for the engine with `LeftError`; the client's goes on."""
-        if not self._is_writing:
+        if not self.is_writing:
             self._interrupt(LeftError)
 
     def _lose(self) -> None:
-        if not self._is_writing:
+        if not self.is_writing:
             super()._lose()

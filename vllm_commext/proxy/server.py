@@ -6,6 +6,7 @@ import importlib
 import logging
 import resource
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +21,7 @@ from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.engines.admin import AdminApp
 from vllm_commext.proxy.engines.discovery import Registry
 from vllm_commext.proxy.http.access import server_tls
-from vllm_commext.proxy.http.connections import Connections
+from vllm_commext.proxy.http.connections import SOCKET_BYTES, Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -122,6 +123,8 @@ async def open_port(
         reuse_port=reuse_port or None,
         start_serving=False,
     )
+    for one in opened.sockets:  # and of each connection: what a client does not read stays outside
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     connections.bound_waits(opened)
     await opened.start_serving()
     return opened

@@ -125,6 +125,7 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
         upstream=upstream,
         chooser=None,
         planner=None,
+        bulk=None,
     )
     request: Any = SimpleNamespace(path=CHAT, headers={})
     body = {"messages": [], "stream": True}

@@ -52,6 +52,9 @@ _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
+SOCKET_BYTES = 128 << 10
+"""Of an answer that the kernel holds for a client, and of one that an engine sends: what a client
+does not read is held back at its engine."""
 MIN_IDLE_SECONDS = 1.0
 """A connection that has waited for less is not idle: its request may be under way."""
 _MAX_LOOKS = 8

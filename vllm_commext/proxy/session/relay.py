@@ -42,6 +42,8 @@ _NOT_PASSED_ON = frozenset(
     )
 )
 
+BULK_BYTES = 4 << 10
+
 
 class _UnfinishedError(Exception):
     """The engine ended a stream too early, without an error."""
@@ -68,8 +70,8 @@ End = Ended | Left | Lost
 
 @dataclass(eq=False)
 class Relay:
-    """One answer on its way to a client; a token's cost is spent here. has_sent_end: the client has
-    all of a stream's events."""
+    """One answer on its way to a client; a token's cost is spent here. *bulk* is held while much of
+    a stream is taken in. has_sent_end: the client has all of a stream's events."""
 
     _request: web.Request
     _config: ProxyConfig
@@ -77,7 +79,7 @@ class Relay:
     _losses: Losses
     _transcript: Transcript | None
     response: web.StreamResponse
-    _is_engines_turn: bool = False
+    _bulk: asyncio.Lock
     _watch: StreamWatch | None = None
     _leaves: bool = False
     has_sent_end: bool = False
@@ -101,7 +103,7 @@ class Relay:
                 self._watch = watch
                 await self._pass_on(opened, watch)
         except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
-            if not self._is_engines_turn:
+            if self._watch is None or self._watch.is_writing:
                 raise ClientGoneError("the client closed its connection") from error
             return Lost(failure_of(engine, error, idle_seconds, self._lost()))
         except EngineLostError as error:
@@ -143,7 +145,12 @@ class Relay:
         arrived = watch.since
         while is_open or ready:
             if transcript is not None:
-                ready = transcript.pass_on(ready)
+                if len(ready) > BULK_BYTES:  # takes milliseconds: others go on in between
+                    async with self._bulk:
+                        ready = transcript.pass_on(ready)
+                        await asyncio.sleep(0)
+                else:
+                    ready = transcript.pass_on(ready)
             if cached_tokens is not None:
                 ready = with_cached_tokens(ready, cached_tokens)
             if ready:
@@ -151,13 +158,11 @@ class Relay:
                 self.has_sent_end = ready.rstrip().endswith(DONE)
             if transcript is not None and transcript.has_failed:
                 raise _GivenUpError
-            self._is_engines_turn = True
             watch.reading()
             if self._leaves:
                 raise LeftError
             piece = await read()
             is_open = bool(piece)
-            self._is_engines_turn = False
             watch.writing()
             if cutter is None:
                 ready = piece

@@ -73,7 +73,7 @@ class Service:
         self.chooser = Chooser(self.config.placement, planner, pools)
         self.keepers = Keepers[Engine]()
         self.room = Room(self.config.resume_bytes)
-        self.turns = asyncio.Semaphore(move.MAX_MOVES)
+        self.turns, self.bulk = asyncio.Semaphore(move.MAX_MOVES), asyncio.Lock()
 
     def keeper(self, body: Mapping[str, Any]) -> Engine | None:
         """Engine that keeps the answer which *body* goes on from; None: any. Raises
@@ -211,7 +211,7 @@ class Session:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         relay = self._relay = Relay(
             *(request, service.config, metrics.inter_token_seconds, self._tries.losses),
-            *(self._transcript, response_to(opened, told)),
+            *(self._transcript, response_to(opened, told), service.bulk),
         )
         try:
             failure = await self._send_all(relay, opened)

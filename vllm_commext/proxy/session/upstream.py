@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -20,6 +21,7 @@ from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
+from vllm_commext.proxy.http.connections import SOCKET_BYTES
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import Losses, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
@@ -130,7 +132,17 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
         limit=0, keepalive_timeout=config.keep_alive_seconds, ssl=engine_tls(config)
     )
     headers = {"Accept-Encoding": "identity"}
-    return aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
+    return aiohttp.ClientSession(
+        connector=connector, headers=headers, auto_decompress=False, read_bufsize=SOCKET_BYTES // 8
+    )
+
+
+def _bound_socket(response: aiohttp.ClientResponse) -> None:
+    """Bound what comes at a time, and waits in memory for a client that does not read."""
+    transport = response.connection.transport if response.connection is not None else None
+    one = transport.get_extra_info("socket") if transport is not None else None
+    if one is not None:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES // 4)
 
 
 class Repeats:
@@ -403,6 +415,7 @@ class Upstream:
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
+                _bound_socket(response)
                 first, cutter = await read_opening(
                     *(engine, response, payload.endpoint, payload.streams, payload.edit)
                 )
