@@ -78,13 +78,8 @@ def first_attended(spec: KVCacheSpec, token: int) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """The specifications of a model's groups.
-
-    Attributes:
-        specs: one a group.
-        drafts: groups that hold layers of an EAGLE draft, of whose prefix-cache hits vLLM drops the
-            last block; none without a draft.
-    """
+    """The specifications of a model's groups; of ``drafts``, groups with layers of an EAGLE draft,
+    vLLM drops the last block of prefix-cache hits."""
 
     specs: Sequence[KVCacheSpec]
     drafts: Sequence[int] = ()

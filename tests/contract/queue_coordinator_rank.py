@@ -1,12 +1,9 @@
-"""One of two tensor-parallel ranks whose groups have queues as vLLM makes them; test_shm_queue.py
-starts it.
+"""One of two tensor-parallel ranks whose groups have queues as vLLM makes them, for test_shm_queue:
+decode context parallelism over both ranks, ranks within one of several data-parallel engines, and
+as the workers of an executor of several hosts, a writer that is in no group, and queues from all to
+the first. Prints as JSON the classes and what arrived.
 
     python tests/contract/queue_coordinator_rank.py RANK PORT
-
-Decode context parallelism over both ranks, and a group as that of the ranks within one of several
-data-parallel engines: each has a queue, from its first rank to the others. Then, as the workers of
-an executor of several hosts make them, the queue of a writer that is in no group, made without
-waiting, and queues from all to the first. Prints as JSON the classes and what arrived.
 """
 
 import json

@@ -1,10 +1,9 @@
-"""One of three ranks whose queues are made of process groups; test_shm_queue.py starts it.
+"""One of three ranks whose queues are made of process groups, for test_shm_queue: rank 1 writes to
+the others, in a torch group and in a stateless one; then all write to rank 0. With `two` the last
+rank is taken to be on another host. Prints as JSON the classes, the sums and the messages that
+arrived.
 
     python tests/contract/queue_group_rank.py RANK PORT OTHER_PORT one|two
-
-Rank 1 writes to the others, in a torch group and in a stateless one; then all write to rank 0.
-With `two` the last rank is taken to be on another host. Prints as JSON the classes of the queues,
-and the sums and the messages that arrived.
 """
 
 import json

@@ -83,13 +83,8 @@ def changed(request: Request, params: dict[str, Any], engine: Engine) -> Request
 
 
 class Writes:
-    """What an engine's steps write to.  Before each, every block that it writes to has another
-    generation than any that was told of with a name before, and is on offer no more.
-
-    Attributes:
-        each: blocks that each step so far has written to.
-        num_reused: how often a block was that had been told of.
-    """
+    """What an engine's steps write to. Before each, every block that it writes to has another
+    generation than any that was told of with a name before, and is on offer no more."""
 
     def __init__(self, engine: Engine) -> None:
         self.each: list[set[int]] = []

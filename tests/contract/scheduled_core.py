@@ -60,15 +60,9 @@ def answer_to(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Worker:
-    """Attributes:
-    computed: of each request, the positions that were computed here, in order.
-    fails: whether the load of a request fails.
-    num_read: of a load that fails, how many of the prompt's tokens are here all the same.
-    holds_loads: loads do not end while this is set.
-    keeps: prefills are kept until they are released, where this is set.
-    kept: those.
-    renews: whether leases are renewed.
-    """
+    """What it computes and moves at once; ``computed`` are positions, in order. Loads whose
+    requests ``fails`` names fail, with ``num_read`` tokens here all the same; none ends while it
+    ``holds_loads``. Where it ``keeps`` prefills, they are ``kept`` until they are released."""
 
     def __init__(self) -> None:
         self.computed: dict[str, list[int]] = {}
@@ -141,16 +135,9 @@ class Worker:
 
 
 class Core:
-    """One engine.
-
-    Args:
-        model: folder with a model's configuration.
-        role: of the connector, "" for an engine without one.
-        policy: ``kv_load_failure_policy``.
-        is_async: schedule a step while the one before is under way.
-        num_blocks: of the KV cache, the null block among them.
-        extra: the connector's ``kv_connector_extra_config``.
-    """
+    """One engine: ``model`` is a folder with a configuration, ``role`` "" for none of our
+    connector, ``extra`` its ``kv_connector_extra_config``; with ``is_async`` a step is scheduled
+    while the one before is under way; the null block is among ``num_blocks``."""
 
     def __init__(
         self,

@@ -36,14 +36,9 @@ LENGTH = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A state-space layer of a whole model.
-
-    Attributes:
-        kind: vLLM's name of it.
-        parts: name, units of the whole model and channels of a unit, in the order in which the
-            layer's input projections lie in the convolution's state.
-        num_groups: groups of B and C that the model's configuration tells.
-    """
+    """A state-space layer of a whole model; ``parts``: name, units of the whole model and channels
+    of a unit, in the order in which the layer's input projections lie in the convolution's
+    state."""
 
     kind: Kind
     parts: tuple[tuple[str, int, int], ...]

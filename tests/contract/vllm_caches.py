@@ -29,14 +29,8 @@ def make_caches(
     order: str = "HND",
     kernel_block_size: int = 0,
 ) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-    """Groups and cache tensors of layers, as vLLM hands them to a connector.
-
-    Args:
-        specs: layer name to specification.
-        num_blocks: blocks of the cache manager.
-        order: "HND", "NHD" or "blocks outermost".
-        kernel_block_size: tokens of the attention layers' kernel blocks, 0 for their block size.
-    """
+    """Groups and cache tensors of layers, as vLLM hands them to a connector; ``order`` is "HND",
+    "NHD" or "blocks outermost", ``kernel_block_size`` 0 for that of the cache."""
     config = VllmConfig()
     config.cache_config.num_gpu_blocks_override = num_blocks
     config.cache_config.kv_cache_layout = _LAYOUT_NAMES[order]

@@ -1,6 +1,7 @@
 """Takes from a process what it knows of vLLM's source, so that every part has to test itself."""
 
 WITHHOLD = "from tests.kit.untested import withhold_evidence; withhold_evidence()\n"
+VERSION = "0.34.0"
 ENVIRON = {"VLLM_COMMEXT_UNTESTED": "self"}
 
 
@@ -9,7 +10,6 @@ def withhold_evidence() -> None:
     Before parts are let in."""
     import vllm
 
-    from tests.kit.altered_vllm import VERSION
     from vllm_commext.compat import fits
 
     vllm.__version__ = VERSION
