@@ -29,13 +29,8 @@ MAX_MORE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Census:
-    """Sums over a server's processes.
-
-    Attributes:
-        descriptors: open file descriptors.
-        heap_bytes: resident private memory, without mapped files and shared memory.
-        kinds: descriptors by kind, e.g. "socket" or "anon_inode".
-    """
+    """Sums over a server's processes: open file descriptors, also by kind, and resident private
+    memory without mapped files and shared memory."""
 
     pids: frozenset[int]
     descriptors: int

@@ -10,15 +10,8 @@ from tests.kit.servers import VllmServer
 
 @dataclass
 class Engine:
-    """An engine of a run.
-
-    Attributes:
-        policy: vLLM's for loads that fail.
-        generation: how often it was started.
-        pids: its processes once it was ready.
-        baseline: the census after its first requests.
-        heap_bytes: private memory after each fault since its start.
-    """
+    """An engine of a run: how often it was started, its processes once it was ready, the census
+    after its first requests, and its private memory after each fault since its start."""
 
     name: str
     role: str

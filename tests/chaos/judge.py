@@ -29,13 +29,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The way back to service after a fault.
-
-    Attributes:
-        attempts: requests until the first good one that was read from the prefill engine.
-        seconds: from the peer's return to that request's end.
-        why: the last answer instead of it.
-    """
+    """The way back to service after a fault: requests until the first good one that was read from
+    the prefill engine, seconds from the peer's return to its end, or the last answer instead of
+    it."""
 
     attempts: int
     seconds: float

@@ -97,14 +97,9 @@ def ask(url: str, prompt: Sequence[int], **options: object) -> Answer:
 
 @dataclass
 class Load:
-    """Constant load on the proxy by a few clients.
-
-    Attributes:
-        max_tokens: how long answers are; with more than ``MAX_TOKENS`` these are the shortest, and
-            most of them are streams.
-        least_seconds: what an answer of ``MAX_TOKENS`` may take.
-        salts: what engines cache of a request is for no other one.
-    """
+    """Constant load on the proxy by a few clients. With more than ``MAX_TOKENS`` as ``max_tokens``
+    these are the shortest answers, and most of them are streams. ``least_seconds``: what an answer
+    of ``MAX_TOKENS`` may take; ``salts``: what engines cache of a request is for no other one."""
 
     url: str
     known: Sequence[Known]

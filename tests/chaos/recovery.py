@@ -17,16 +17,12 @@ POLL_SECONDS = 0.05
 
 
 def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
-    """Ask through the proxy until an answer is right and was read.
+    """Ask through the proxy until an answer is right and was read, since the peer was ``back``.
 
     An answer through the proxy is either computed by the decode engine from the start, which the
     proxy counts, or after a failed load, which the decode engine counts where its policy permits
-    it, or read; of engines without roles, one may be placed to do all.  Where another request was
-    counted at the same time nothing is proven, and one more is sent.
-
-    Args:
-        back: when the peer came back, in seconds of ``time.monotonic``.
-    """
+    it, or read; of engines without roles, one may be placed to do all. Where another request was
+    counted at the same time nothing is proven, and one more is sent."""
     attempts = 1
     why = wait_for_proxy(testbed.proxy_url, back + GIVE_UP_SECONDS)
     while time.monotonic() < back + GIVE_UP_SECONDS:

@@ -17,13 +17,8 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Relay:
-    """Passes on what comes to its port.
-
-    Attributes:
-        port: the relay's own, on loopback.
-        slow: pass on ``CHUNK_BYTES`` each ``CHUNK_SECONDS``.
-        cut: take bytes and pass on none.
-    """
+    """Passes on what comes to its port on loopback: slowly, ``CHUNK_BYTES`` each ``CHUNK_SECONDS``,
+    or where it is ``cut`` nothing of it."""
 
     target: tuple[str, int]
     port: int = 0

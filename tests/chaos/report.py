@@ -25,18 +25,9 @@ class FaultRecord:
 
 @dataclass
 class RunRecord:
-    """A whole run.
-
-    Attributes:
-        verdicts: requests of the load by verdict.
-        errors: error answers of the load by their text.
-        resumes: streams whose decode engine was lost, by how they ended; the proxy counts.
-        moves: streams whose decode engine drained, the same.
-        lost: streams that had begun at a decode engine when it was killed; their clients count.
-        samples: details of wrong and late answers.
-        problems: outside of a fault.
-        skipped: kinds that this machine does not permit, and why.
-    """
+    """A whole run: requests by verdict, errors by their text, streams whose decode engine was lost
+    (``resumes``) or drained (``moves``) by how they ended, as the proxy counts, and ``lost`` as
+    clients do; ``problems`` outside of a fault, and kinds that this machine does not permit."""
 
     settings: dict[str, Any]
     faults: list[FaultRecord] = field(default_factory=list[FaultRecord])

@@ -32,32 +32,15 @@ NUM_KERNELS = 32
 
 @dataclass(frozen=True)
 class Scenario:
-    """How a run goes.
+    """How a run goes; what is not said here is ``Testbed``'s or its name says it.
 
-    Attributes:
-        seed: everything that is drawn follows from it.
-        num_requests: requests of the load that there must be at least.
-        num_clients: requests at a time.
-        pause_seconds: of each client between an answer and its next request.
-        namespaces: put the prefill engine into a network namespace, where the machine permits.
-        plain_reference: take the right answers of a server without connector, else of the
-            prefill engine before the first fault.
-        max_delay_seconds: longest time without a fault.
-        policy: the decode engine's first policy.
-        connector: see ``Testbed``.
-        spares: each role has a second engine, which no fault is aimed at, and decode engines keep
-            their policy.
-        streams: prompts are read while they are computed.
-        reuse: see ``Testbed``; each request has a salt of its own, so that it is read all the same.
-        adaptive: see ``Testbed``; on loopback alone.
-        gpus, args, proxy_args: see ``Testbed``.
-        max_tokens: with more than ``MAX_TOKENS`` answers are as long as that, and faults come to
-            the engine that has most under way; what engines hold is not counted then.
-        talks: chats, messages, responses and tool calls are among the requests.
-        name: another model than the tiny one that every other request is for.
-        bound_seconds: what a short answer may take.
-        max_seconds: from then on no fault begins, and no more requests are waited for.
-    """
+    Without ``plain_reference`` the right answers are the prefill engine's before the first fault.
+    With ``reuse`` each request has a salt of its own, so that it is read all the same; ``adaptive``
+    runs on loopback alone. With more than ``MAX_TOKENS`` as ``max_tokens`` answers are as long as
+    that, and faults come to the engine that has most under way; what engines hold is not counted
+    then. ``talks``: chats, messages, responses and tool calls are among the requests. ``name``:
+    another model than the tiny one that every other request is for. After ``max_seconds`` no fault
+    begins, and no more requests are waited for."""
 
     seed: int
     num_requests: int

@@ -12,15 +12,9 @@ DECODE = "decode"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fault.
-
-    Attributes:
-        kills: the engine that it ends, "" for none.
-        needs_namespace: the prefill engine must be in a network namespace of its own.
-        needs_streams: prompts must be read while they are computed.
-        needs_spares: another engine has to take over meanwhile.
-        needs_adapter: engines must serve one, with another in its place at hand.
-    """
+    """One kind of fault, with the engine that it ends, "" for none. It may need the prefill engine
+    in a network namespace, prompts that are read while they are computed, another engine that takes
+    over meanwhile, or an adapter with another in its place at hand."""
 
     name: str
     meaning: str

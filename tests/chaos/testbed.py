@@ -79,24 +79,16 @@ def on_gpu(gpu: str) -> Mapping[str, str | None]:
 
 @dataclass
 class Testbed:
-    """All servers of one run.
+    """All servers of one run, ``engines`` those that faults work on.
 
-    Attributes:
-        link: to the prefill engine's namespace, None where all is on loopback.
-        policy: the decode engine's first policy; each of its restarts takes the other one.
-        connector: of decode engines; one that does damage has to make the run fail.
-        with_spares: each role has a second engine, which faults come to only by ``aim``, and the
-            decode engines keep their policy.
-        streams: prompts are computed in several chunks, and read while they are.
-        reuse: decode engines cache prefixes and offer blocks to one another.
-        adaptive: the proxy places requests; the prefill engine takes prompts alone, every other one
-            either step.
-        gpus: the GPU of each role, in the order prefill, decode; none: all is on CPUs. On GPUs
-            the prefill engine's memory is mapped.
-        args, proxy_args: of all engines, and of the proxy, beside their own.
-        engines: by role, those that faults work on.
-        spares: the second ones, by role.
-    """
+    ``link`` leads to the prefill engine's namespace. ``policy`` is the decode engine's first; each
+    of its restarts takes the other one. A ``connector`` that does damage has to make the run fail.
+    ``with_spares``: each role has a second engine, which faults come to only by ``aim``, and decode
+    engines keep their policy. ``streams``: prompts are computed in several chunks, and read while
+    they are. ``reuse``: decode engines cache prefixes and offer blocks to one another.
+    ``adaptive``: the proxy places requests; the prefill engine takes prompts alone, the others
+    either step. ``gpus``: of each role, the prefill engine's memory is mapped; none: all is on
+    CPUs."""
 
     model: Path
     folder: Path

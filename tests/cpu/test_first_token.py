@@ -245,7 +245,7 @@ def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_a
     config = cluster.kv_transfer_config(
         "kv_consumer",
         connector="LateNixlConnector",
-        module_path="tests.kit.late_connector",
+        module_path="tests.kit.timed_connectors",
         policy=policy,
         extra={"transfer_timeout": 5},
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit import STANDS, cluster, standing_connector
+from tests.kit import STANDS, cluster, timed_connectors
 from tests.kit.composed import Cluster
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import compare, complete
@@ -39,7 +39,7 @@ def engine(
     args = ["--max-model-len", str(MAX_LEN), "--max-num-batched-tokens", str(CHUNK_TOKENS), *more]
     stands: dict[str, Any] = {}
     if role == "kv_producer":
-        module = standing_connector.__name__
+        module = timed_connectors.__name__
         stands = {"connector": "StandingNixlConnector", "module_path": module}
     config = cluster.kv_transfer_config(role, policy=policy, **stands)
     environ = {STANDS: str(file_of(folder, name))}
@@ -73,7 +73,7 @@ class Killer(threading.Thread):
         self.killed = server
 
     def _has_stopped(self, server: VllmServer) -> bool:
-        return standing_connector.has_stopped(self._files[server.name]).exists()
+        return timed_connectors.has_stopped(self._files[server.name]).exists()
 
     @staticmethod
     def _wait_until(condition: Callable[[], bool]) -> None:

@@ -42,14 +42,8 @@ logger = logging.getLogger("vllm.commext.tests")
 
 @dataclass(frozen=True)
 class Build:
-    """What an engine runs.
-
-    Attributes:
-        name: of vLLM's version or of this package's release.
-        python: the interpreter, and with it vLLM.
-        path: the folder that this package comes from.
-        drains: this package has `vllm-commext drain`.
-    """
+    """What an engine runs: the interpreter, and with it vLLM, the folder that this package comes
+    from, and whether that has `vllm-commext drain`."""
 
     name: str
     python: str = sys.executable
@@ -76,16 +70,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 @dataclass
 class Engines:
-    """The engines by name, each a process of some build.
-
-    Attributes:
-        folder: where files and logs go.
-        servers: the process that each name stands for now.
-        builds: what it runs.
-        args: of each server.
-        extra: of each server's connector.
-        drain_seconds: what an engine may take to drain.
-    """
+    """The engines by name, each a process of some build, with args of each server and extra options
+    of each connector."""
 
     folder: Path
     stack: ExitStack

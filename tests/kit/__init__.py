@@ -12,9 +12,9 @@ MARKED_CORRUPTING = "MarkedCorruptingConnector"
 DAMAGE_MARK = "damaged"
 """The same, but only what requests with this mark in their id have read."""
 LOADS_BEGIN = "COMMEXT_TEST_LOADS_BEGIN"
-"""Names the file that ``late_connector`` waits for."""
+"""Names the file that loads wait for, see ``timed_connectors``."""
 STANDS = "COMMEXT_TEST_STANDS"
-"""Names the file while which is there ``standing_connector`` stops in the middle of a prompt."""
+"""Names the file while which is there a worker stops in the middle of a prompt."""
 
 
 def fixed_cache(num_bytes: int) -> tuple[str, ...]:

@@ -1,11 +1,7 @@
-"""Negative controls: connectors that damage what they receive, so that a comparison must notice, or
-leak.
-
-Use it on the decode side, in ``--kv-transfer-config``:
-``"kv_connector": "CorruptingNixlConnector"``,
-``"kv_connector_module_path": "tests.kit.corrupting_connector"``. ``MarkedCorruptingConnector``
-damages only what requests with ``DAMAGE_MARK`` in their id receive, so that one engine serves both.
-"""
+"""Negative controls for the decode side: connectors that damage what they receive, all of it or
+what requests with ``DAMAGE_MARK`` in their id receive, so that a comparison must notice, or that
+leak. They are named in ``--kv-transfer-config`` with this module as
+``kv_connector_module_path``."""
 
 from __future__ import annotations
 

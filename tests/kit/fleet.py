@@ -46,15 +46,8 @@ def drain_environ(folder: Path, name: str) -> dict[str, str]:
 
 @dataclass
 class Load:
-    """Clients, each with one request at a time.
-
-    Attributes:
-        ask: sends the request of a number, returns what is wrong with its answer or "".
-        pause_seconds: what each client waits between an answer and its next request.
-        bound_seconds: for answers that are under way at the end.
-        num_right: right answers so far.
-        problems: of wrong answers, and errors.
-    """
+    """Clients, each with one request at a time: ``ask`` sends the request of a number, and returns
+    what is wrong with its answer or ""; ``bound_seconds`` is for answers under way at the end."""
 
     ask: Callable[[int], str]
     pause_seconds: float = 0.0

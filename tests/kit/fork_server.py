@@ -1,14 +1,11 @@
-"""A process that has imported vLLM, and forks servers and pieces of code from itself.
+"""A process that has imported vLLM, and forks servers and pieces of code from itself: the import
+takes ten seconds of a core, and a server with one worker does it three times.
 
     python -m tests.kit.fork_server SOCKET OWNER_PID MODULE ...
 
-Importing vLLM takes ten seconds of a core, and a server with one worker does it three times. Here
-it is done once. What is forked runs as a program of its own: arguments, environment, standard
-streams and session are new, and ``multiprocessing`` with the start method "spawn", by which vLLM
-makes its engine and its workers, forks them from a copy of this process in which nothing has run.
-Whoever asks is told the process id, and the exit status when it ends. The fork server ends with the
-process whose id is OWNER_PID.
-"""
+What is forked runs as a program of its own: arguments, environment, standard streams and session
+are new, and ``multiprocessing``'s start method "spawn", vLLM's for engines and workers, forks from
+a copy of this process in which nothing has run. It ends with its owner."""
 
 import array
 import atexit

@@ -23,13 +23,8 @@ CACHE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How engines of one model are started.
-
-    Attributes:
-        chunk_tokens: tokens of a prompt that they compute in one step.
-        connector: the decode engine's, and where its class is, unless it is the package's own.
-        beside: another connector, after ours in a ``MultiConnector``.
-    """
+    """How engines of one model are started: tokens of a prompt in one step, the decode engine's
+    connector, and another one ``beside`` ours in a ``MultiConnector``."""
 
     chunk_tokens: int
     args: Sequence[str] = ()

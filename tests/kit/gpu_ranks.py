@@ -29,13 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Outcome(NamedTuple):
-    """The end of all ranks.
-
-    Attributes:
-        lines: each check's line of JSON, by the check's name.
-        text: rank 0's output.
-        codes: exit statuses in the order of ranks; negative for those that had to be killed.
-    """
+    """The end of all ranks: each check's line of JSON, rank 0's output, and exit statuses by rank,
+    negative for those that had to be killed."""
 
     lines: dict[str, Any]
     text: str
@@ -45,13 +40,8 @@ class Outcome(NamedTuple):
 def run_ranks(
     script: Path, world_size: int, checks: Sequence[str], seconds: float, under: Sequence[str] = ()
 ) -> Outcome:
-    """Run ``script RANK WORLD_SIZE PORT CHECK ...`` on every rank, and leave no process behind.
-
-    Args:
-        script: prints a line of JSON a check on rank 0.
-        seconds: for rank 0; the others have `GRACE_SECONDS` more.
-        under: a command that is to run each rank, such as a sanitizer's.
-    """
+    """Run ``script RANK WORLD_SIZE PORT CHECK ...`` on every rank, each ``under`` a command such as
+    a sanitizer's, and leave no process behind; ``seconds`` are rank 0's."""
     port = str(free_port())
     ranks = [
         subprocess.Popen(
@@ -84,13 +74,9 @@ Given = TypeVar("Given", bound=HasCollective)
 def run_checks(
     given: Given, checks: Mapping[str, Callable[[Given], object]], wanted: Sequence[str]
 ) -> None:
-    """In a script that `run_ranks` started, on all ranks: one check after the other, and on rank 0
-    the line of JSON of each: its name, the seconds it took, figures, and each rank's error.
-
-    Args:
-        checks: by name; they return rank 0's figures.
-        wanted: names, or none for all.
-    """
+    """In a script that `run_ranks` started, on all ranks: one check after the other, all or those
+    wanted, and on rank 0 the line of JSON of each: its name, seconds, figures, each rank's
+    error."""
     import torch
 
     for name in wanted or list(checks):
@@ -129,16 +115,8 @@ def run_as_ranks(
     seconds: float,
     more: Mapping[str, str] | None = None,
 ) -> int:
-    """Run ``script ARGUMENTS --port PORT --rank RANK`` on every rank; what they write is shown.
-
-    Args:
-        script: its parser has `add_rank_arguments`; rank 0 writes the results.
-        seconds: for all of them.
-        more: variables of their environment.
-
-    Returns:
-        1 where a rank failed or had to be killed, else 0.
-    """
+    """Run ``script ARGUMENTS --port PORT --rank RANK`` on every rank; what they write is shown. Its
+    parser has `add_rank_arguments`. Returns 1 where a rank failed or had to be killed, else 0."""
     command = [sys.executable, script, *arguments, "--port", str(free_port())]
     ranks = [
         subprocess.Popen([*command, "--rank", str(rank)], env=_environ(more))
@@ -159,16 +137,9 @@ def run_program(
     seconds: Callable[[argparse.Namespace], float],
     more: Mapping[str, str],
 ) -> int:
-    """A program's ``main`` that runs as ranks, one a GPU, see `run_as_ranks`.
-
-    Args:
-        parser: gets ``--tp``, the number of ranks; the rest is the program's.
-        script: the program's file.
-        run_rank: of the arguments, with ``rank`` and ``port``; then the rank's process ends at
-            once, whatever threads libraries have left.
-        seconds: of the arguments, for all ranks.
-        more: variables of their environment.
-    """
+    """A program's ``main`` that runs as ranks, one a GPU, see `run_as_ranks`. The parser gets
+    ``--tp``; after ``run_rank`` a rank's process ends at once, whatever threads libraries have
+    left."""
     parser.add_argument("--tp", type=int, default=2, help="number of GPUs, a rank on each")
     add_rank_arguments(parser)
     args = parser.parse_args()

@@ -24,15 +24,8 @@ _writing = threading.Lock()
 
 @dataclass(frozen=True)
 class Layout:
-    """Which engines each kind has.
-
-    Attributes:
-        gpus: engine, as P1 or D2m, to its GPUs; with "m" it reads through mappings.
-        pairs: of a prefill and a decode engine, each with a proxy.
-        chunk_tokens: tokens that are computed in one step.
-        prompts: what each engine is asked by itself.
-        max_tokens: length of an answer.
-    """
+    """Which engines each kind has: engine, as P1 or D2m, to its GPUs, with "m" where it reads
+    through mappings; pairs, each with a proxy; and what each engine is asked by itself."""
 
     gpus: Mapping[str, str]
     pairs: Sequence[tuple[str, str]]

@@ -44,16 +44,9 @@ class HostSlab:
 
 
 class HostDevice:
-    """Stands in for a ``gather.CudaDevice``; launches are run when somebody looks for their end.
-
-    Attributes:
-        opened: how often each mapping is open.
-        is_held: no launch is run.
-        error: what a launch ends with in place of a copy.
-        refusal: what opening a handle ends with.
-        num_refused: launches that are still to be refused.
-        num_launches: that have been run.
-    """
+    """Stands in for a ``gather.CudaDevice``; launches are run when somebody looks for their end,
+    none while it ``is_held``. They end with ``error`` and handles open with ``refusal`` where those
+    are set, and ``num_refused`` launches are still to be refused."""
 
     def __init__(self) -> None:
         self.opened: Counter[int] = Counter()

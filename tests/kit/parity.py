@@ -80,14 +80,11 @@ def complete(
     timeout_seconds: float = TIMEOUT_SECONDS,
     on_begin: Callable[[Mapping[str, str]], object] | None = None,
 ) -> Completion:
-    """Ask ``url``/v1/completions for exactly ``max_tokens`` greedy tokens after a prompt given as
-    token ids.
+    """Ask ``url``/v1/completions for exactly ``max_tokens`` greedy tokens after a prompt's token
+    ids.
 
     ``extra`` is laid over the request; ``on_begin`` gets the headers of a stream that has begun.
-    Raises ``CompletionError`` for an error answer,
-    ``ProtocolError`` for an answer that is no completion, ``httpx.HTTPError`` when the connection
-    fails.
-    """
+    Raises ``CompletionError`` for an error answer, ``ProtocolError`` for what is no completion."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt),

@@ -1,12 +1,5 @@
 """vLLM servers and proxies as child processes: own session, free loopback port, log file, bounded
-start and stop.
-
-    with VllmServer("decode", model, folder, kv_transfer_config=...) as server:
-        httpx.get(server.url + "/metrics")
-
-``start()`` and ``wait_ready()`` are also there one by one, so that several servers can start at
-the same time.
-"""
+start and stop. ``start()`` and ``wait_ready()`` let several start at the same time."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""Runs one server and leaves nothing of it behind, whatever becomes of the server or of who asked
-for it.
+"""Runs one server and leaves nothing of it behind: ``python supervisor.py GRACE_SECONDS COMMAND
+...``.
 
-``python supervisor.py GRACE_SECONDS COMMAND ...`` starts the command in a session of its own. When
-standard input closes (the asking process ended the server, or died itself) or SIGTERM arrives, the
-command gets SIGTERM and, after the grace period, everything it left gets SIGKILL. The supervisor is
-the reaper of all its orphaned descendants (Linux ``PR_SET_CHILD_SUBREAPER``), so it ends only when
-no descendant is left: its own end is the proof. vLLM's engine and worker processes survive their
-parent otherwise, and hold ports and shared memory.
-
-The standard library is enough to run this file, and it imports nothing of the package.
-"""
+When standard input closes (the asking process ended the server, or died itself) or SIGTERM arrives,
+the command gets SIGTERM and, after the grace period, everything it left gets SIGKILL. The
+supervisor reaps all its orphaned descendants (Linux ``PR_SET_CHILD_SUBREAPER``), so that its own
+end is the proof: vLLM's processes survive their parent otherwise, and hold ports and shared memory.
+It needs the standard library alone."""
 
 import ctypes
 import os

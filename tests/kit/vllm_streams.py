@@ -10,13 +10,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Stream:
-    """One answer.
-
-    Attributes:
-        tokens: id and text of each; a text may be empty.
-        usage: "" for none, "last", or "each" event's.
-        with_ids: events carry the token ids.
-    """
+    """One answer: id and text of each token, usage "" for none, "last", or "each" event's."""
 
     tokens: Sequence[tuple[int, str]]
     request_id: str = "r"

@@ -119,17 +119,8 @@ def _state(stat: Path) -> str:
 
 class Ranks:
     """A prefill engine of several ranks, of which each holds a part of the heads, behind one side
-    channel.
-
-    Args:
-        engine_id: its id.
-        size: tensor-parallel ranks.
-        seed: what the memory is made of.
-        apart: ranks that run in processes of their own.
-        facts_of: configuration facts of single ranks.
-        serve: answer on the side channel.
-        settings: of the engines in this process.
-    """
+    channel. Those ``apart`` run in processes of their own; ``facts_of`` are single ranks'
+    configuration facts, ``settings`` those of the engines in this process."""
 
     def __init__(
         self,
