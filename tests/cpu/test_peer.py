@@ -5,9 +5,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,6 +23,7 @@ PORTS = "20000-20999"
 PORT = 5699
 START_SECONDS = 120
 UCX = {"UCX_TLS": "tcp", "UCX_TCP_PORT_RANGE": PORTS}
+NOTHING: Mapping[str, str] = {}
 Checks = dict[str, dict[str, str]]
 
 
@@ -69,86 +71,73 @@ def checks(place: str, capsys: pytest.CaptureFixture[str], status: int) -> Check
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
 
 
-def fault(found: Checks) -> dict[str, str]:
-    """The only error."""
-    (error,) = (check for check in found.values() if check["level"] == "error")
-    return error
+def errors(found: Checks) -> list[dict[str, str]]:
+    return [check for check in found.values() if check["level"] == "error"]
 
 
-def test_all_is_well(link: Link, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_is_well(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = checks(place, capsys, status=0)
     assert [*found] == ["name", "port", "handshake", "secret", "worker 0 of 1"]
     assert {check["level"] for check in found.values()} == {"ok"}
     assert "GB/s, over tcp" in found["worker 0 of 1"]["value"]
 
 
-def test_an_unknown_name(link: Link, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = checks(f"nobody.invalid:{PORT}", capsys, status=2)
-    assert [*found] == ["name"]
-    assert "DNS" in fault(found)["hint"]
+class Fault(NamedTuple):
+    """A way that is broken, and what its errors, mostly one, say of it, by the checks' field."""
+
+    words: dict[str, str]
+    broken: Callable[[Link], AbstractContextManager[object]] = nullcontext
+    environ: Mapping[str, str] = NOTHING
+    place: str = f"{{}}:{PORT}"
+    num_errors: int = 1
 
 
-def test_a_closed_port(link: Link, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = checks(f"{link.far_address}:{PORT - 1}", capsys, status=2)
-    assert fault(found)["value"].endswith("refused")
-    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in fault(found)["hint"]
+FAULTS = {
+    "an unknown name": Fault({"name": "name", "hint": "DNS"}, place=f"unknown.invalid:{PORT}"),
+    "a closed port": Fault(
+        {"value": "refused", "hint": "VLLM_NIXL_SIDE_CHANNEL_HOST"}, place=f"{{}}:{PORT - 1}"
+    ),
+    "a port of which everything is dropped": Fault(
+        {"value": "timed out", "hint": "firewall"}, lambda link: link.ports_dropped(f"{PORT}")
+    ),
+    "another secret": Fault(
+        {"name": "secret", "value": "another secret"}, environ={"COMMEXT_NIXL_SECRET": "x" * 32}
+    ),
+    "no secret": Fault(
+        {"name": "secret", "value": "carries no proof of it: set side_channel_secret_file"},
+        environ={"COMMEXT_NIXL_SECRET": ""},
+    ),
+    "large packets are lost": Fault({"name": "handshake", "hint": "MTU"}, Link.large_packets_lost),
+    # Not after minutes.
+    "the ports of UCX are blocked": Fault(
+        {"name": "worker", "value": "NIXL_ERR_BACKEND", "hint": "UCX_TCP_PORT_RANGE"},
+        lambda link: link.ports_dropped(PORTS),
+    ),
+    # The hint has UCX's own words.
+    "a device that is not here": Fault(
+        {"name": "UCX_NET_DEVICES", "value": "not there", "hint": "'mlx5_7:1' is not available"},
+        environ={"UCX_NET_DEVICES": "mlx5_7:1"},
+        num_errors=2,
+    ),
+}
 
 
-def test_a_port_of_which_everything_is_dropped(
-    link: Link, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with link.ports_dropped(f"{PORT}"):
-        found = checks(place, capsys, status=2)
-    assert "timed out" in fault(found)["value"]
-    assert "firewall" in fault(found)["hint"]
-
-
-@pytest.mark.parametrize(
-    ("secret", "problem"),
-    [("not the one that they were given", "another secret"), ("", "carries no proof")],
-)
-def test_a_secret_that_is_not_the_peers(
-    secret: str,
-    problem: str,
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_is_told_with_its_remedy(
+    link: Link,
     place: str,
+    case: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if secret:
-        monkeypatch.setenv("COMMEXT_NIXL_SECRET", secret)
-    else:
-        monkeypatch.delenv("COMMEXT_NIXL_SECRET")
-    found = checks(place, capsys, status=2)
-    assert fault(found)["name"] == "secret"
-    assert problem in fault(found)["value"]
-    assert "side_channel_secret_file" in fault(found)["value"]
-
-
-def test_large_packets_are_lost(link: Link, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with link.large_packets_lost():
-        found = checks(place, capsys, status=2)
-    assert found["port"]["level"] == "ok"
-    assert "MTU" in fault(found)["hint"]
-
-
-def test_the_ports_of_ucx_are_blocked(
-    link: Link, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with link.ports_dropped(PORTS):
-        found = checks(place, capsys, status=2)
-    assert found["handshake"]["level"] == "ok"
-    assert "NIXL_ERR_BACKEND" in fault(found)["value"]  # not after minutes
-    assert "UCX_TCP_PORT_RANGE" in fault(found)["hint"]
-
-
-def test_a_device_that_is_not_here(
-    place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_7:1")
-    found = checks(place, capsys, status=2)
-    assert found["UCX_NET_DEVICES"]["value"] == "mlx5_7:1 is not there"
-    assert found["NIXL"]["level"] == "error"
-    assert "'mlx5_7:1' is not available" in found["NIXL"]["hint"]  # UCX's own words
+    words, broken, environ, where, num_errors = FAULTS[case]
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with broken(link):
+        found = errors(checks(where.format(link.far_address), capsys, status=2))
+    assert len(found) == num_errors
+    for field, text in words.items():
+        assert any(text in error.get(field, "") for error in found), found
 
 
 def test_a_device_that_is_not_there(
@@ -163,8 +152,8 @@ def test_devices_of_different_networks(
     link: Link, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with listening(link, PORT + 1, tmp_path, UCX_NET_DEVICES="lo"):
-        found = checks(f"{link.far_address}:{PORT + 1}", capsys, status=2)
-    assert "UCX_NET_DEVICES" in fault(found)["hint"]
+        (error,) = errors(checks(f"{link.far_address}:{PORT + 1}", capsys, status=2))
+    assert "UCX_NET_DEVICES" in error["hint"]
 
 
 def test_a_running_engine_of_two_ranks(
