@@ -3,9 +3,11 @@
 import random
 import subprocess
 import sys
+from collections import Counter
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -125,8 +127,8 @@ class Engine:
         self.requests: list[Any] = []
         self.watched: dict[int, Any] = {}
 
-    def add(self, name: str, tokens: list[int]) -> Any:
-        first = 100 * len(self.requests)
+    def add(self, name: str, tokens: list[int], num_blocks: int = 100) -> Any:
+        first = num_blocks * len(self.requests)
         blocks = [SimpleNamespace(block_id=first + n) for n in range(len(tokens) // BLOCK + 9)]
         request = SimpleNamespace(
             request_id=name,
@@ -151,6 +153,35 @@ class Engine:
 
     def unpin_blocks(self, blocks: Any, note: Any) -> None:
         self.watched |= {one.block_id: note for one in blocks}
+
+
+def test_questions_cost_a_step_nothing_and_their_lookups_hold_it_up_for_a_bounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 requests of 4,000 tokens: a step calls as much as without questions, a few functions each,
+    and hashes what is new alone."""
+    engine, table = Engine(), OfferTable([np.zeros(64 * 1100, dtype=np.uint64)])
+    side = Offers(Names(str, BLOCK, Identity()), table, engine)
+    for number in range(64):
+        engine.add(f"{number}", [number] * 4000, 1100)
+    with monkeypatch.context() as patched:
+        patched.setattr(Names, "root_of", lambda self, request: request.request_id.encode())
+        while (named := len(table)) < 64 * 999:
+            side.add_running(engine)
+            assert 0 < len(table) - named <= offers.MAX_NAMED
+    lock, calls = MagicMock(wraps=table._lock), Counter[str]()
+    lock.__enter__.side_effect = table._lock.acquire
+    lock.__exit__.side_effect = lambda *_: table._lock.release()
+    monkeypatch.setattr(table, "_lock", lock)
+    names = offers.chain(b"7", [7] * 4000, BLOCK)
+    for _ in range(256):
+        assert len(table.find(names).block_ids) == 999
+    assert lock.__enter__.call_count == 256 * -(-len(names) // offers.MAX_FOUND)
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    side.add_running(engine)
+    sys.setprofile(None)
+    assert calls["call"] <= 64 * 4
+    assert calls["c_call"] <= 64 * 8
 
 
 def test_what_is_on_offer_grows_with_each_block_by_no_more_than_a_step_may_name(

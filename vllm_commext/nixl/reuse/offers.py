@@ -26,6 +26,7 @@ does not see R, G comes before R, so B before W.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,6 +87,8 @@ def open_generations(offer: Offer) -> Generations:
 
 MAX_NAMED = 256
 """Blocks that are named before one step, which takes half a millisecond."""
+MAX_FOUND = 256
+"""Blocks that are looked up at a time."""
 _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 
@@ -173,16 +176,22 @@ class OfferTable:
             self._hash_of.clear()
 
     def find(self, hashes: Iterable[bytes]) -> Run:
-        """The blocks with these hashes, up to the first that is not on offer."""
-        found = list[int]()
-        with self._lock:
-            for one in hashes:
-                block_id = self._block_of.get(one)
-                if block_id is None:
-                    break
-                found.append(block_id)
-            generations = self._tables[0][found].tolist() if found else []
-        return Run(found, generations)
+        """The blocks with these hashes, up to the first that is not on offer.  The engine's thread
+        never waits for more than ``MAX_FOUND`` of them."""
+        run, rest = Run([], []), iter(hashes)
+        while asked := list(itertools.islice(rest, MAX_FOUND)):
+            with self._lock:
+                known = itertools.takewhile(_is_known, map(self._block_of.get, asked))
+                found = [one for one in known if one is not None]
+                run.generations.extend(self._tables[0][found].tolist() if found else [])
+            run.block_ids.extend(found)
+            if len(found) < len(asked):
+                break
+        return run
+
+
+def _is_known(block_id: int | None) -> bool:
+    return block_id is not None
 
 
 class Names:
