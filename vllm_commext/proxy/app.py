@@ -28,6 +28,8 @@ from vllm_commext.proxy.session.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+_STARTS = 4
+"""Requests taken up between two looks at all connections, so that a burst holds nobody up."""
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID = "X-Request-Id"
@@ -58,6 +60,7 @@ class ProxyApp:
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
         self._num_begun = 0
+        self._starts = asyncio.Semaphore(_STARTS)
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -117,7 +120,8 @@ class ProxyApp:
         return web.json_response({"status": status, **counts}, status=200 if is_up else 503)
 
     async def render_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        page = await asyncio.to_thread(self.metrics.render)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
     async def fetch(self, request: web.Request) -> web.Response:
         """Pass on an engine's models or version."""
@@ -131,6 +135,8 @@ class ProxyApp:
         with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
+            async with self._starts:
+                await asyncio.sleep(0)
             await intake.read(request)
             with self._admitted(request):
                 session = Session(self._service, request, intake, headers, outcome)

@@ -5,7 +5,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,6 +21,21 @@ logger = logging.getLogger("vllm.commext.proxy")
 class EngineEndpoint:
     role: str
     url: str
+
+
+MAX_ENGINES = 1024
+MAX_CHANGED = 16
+"""Engines that are added or removed in one piece."""
+
+
+def _check(places: Iterable[EngineEndpoint]) -> None:
+    """Raise `ConfigError` for an engine of two roles, or too many engines."""
+    roles: dict[str, str] = {}
+    for place in places:
+        if roles.setdefault(place.url, place.role) != place.role:
+            raise two_roles_error(place.url)
+    if len(roles) > MAX_ENGINES:
+        raise ConfigError(f"expected at most {MAX_ENGINES} engines in all, got {len(roles)}")
 
 
 class Registry:
@@ -45,11 +60,20 @@ class Registry:
         named = {**self._named, source: tuple(places)}
         if named == self._named:
             return
-        urls = [place.url for place in {place for of in named.values() for place in of}]
-        if both := sorted(url for url in set(urls) if urls.count(url) > 1):
-            raise two_roles_error(both[0])
+        _check(place for of in named.values() for place in of)
         self._named = named
         self._reconcile()
+
+    def steps_of(self, source: str, places: Sequence[EngineEndpoint]) -> list[list[EngineEndpoint]]:
+        """Lists for `name`, one after the other, by which few engines are added at a time. Raises
+        `ConfigError` as `name` does."""
+        others = [place for name, of in self._named.items() if name != source for place in of]
+        _check([*others, *places])
+        named = frozenset(self._named.get(source, ()))
+        known = [place for place in places if place in named]
+        new = [place for place in places if place not in named]
+        ends = range(MAX_CHANGED, len(new), MAX_CHANGED)
+        return [*(known + new[:end] for end in ends), list(places)]
 
     def drain(self, urls: frozenset[str]) -> None:
         """Give no new work to the engines at *urls*, and to them alone."""
@@ -59,13 +83,15 @@ class Registry:
             if engine.is_emptied:
                 engine.empty()
 
-    def sweep(self) -> None:
-        for engine in self.engines:
-            if engine.leaving and engine.in_flight == 0:
-                for pool in self._pools.values():
-                    pool.remove(engine)
-                self.on_removed(engine)
-                logger.info("%s (%s) is removed", engine.name, engine.url)
+    def sweep(self) -> bool:
+        """Remove some engines that leave and have nothing left to do; True if there may be more."""
+        idle = [one for one in self.engines if one.leaving and one.in_flight == 0]
+        for engine in idle[:MAX_CHANGED]:
+            for pool in self._pools.values():
+                pool.remove(engine)
+            self.on_removed(engine)
+            logger.info("%s (%s) is removed", engine.name, engine.url)
+        return len(idle) > MAX_CHANGED
 
     def _reconcile(self) -> None:
         wanted = dict.fromkeys(place for places in self._named.values() for place in places)
@@ -117,7 +143,7 @@ async def resolve(name: EngineEndpoint) -> list[EngineEndpoint]:
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     places: list[EngineEndpoint] = []
-    for address in sorted({str(info[4][0]) for info in found}):
+    for address in sorted({str(info[4][0]) for info in found[: MAX_ENGINES + 1]}):
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         url = f"http://{host}:{parts.port or 80}{parts.path}"
         places.append(EngineEndpoint(name.role, url))
@@ -149,14 +175,17 @@ class Sources:
         while True:
             await asyncio.sleep(self._config.health_interval_seconds)
             await self.look()
-            self._registry.sweep()
+            while self._registry.sweep():
+                await asyncio.sleep(0)
 
     async def _name(self, source: str, asked: Awaitable[list[EngineEndpoint]]) -> None:
         try:
             bound = None if source == FILE else self._config.health_timeout_seconds
             async with asyncio.timeout(bound):
                 places = await asked
-            self._registry.name(source, places)
+            for step in self._registry.steps_of(source, places):
+                self._registry.name(source, step)
+                await asyncio.sleep(0)
         except (ConfigError, OSError) as error:
             complaint = f"{error!r}" if isinstance(error, TimeoutError) else str(error)
             if self._complaints.get(source) != complaint:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines.pool import Engine, read_cache, read_capabilities
+from vllm_commext.proxy.engines.pool import PAGE_NAMES, Engine, read_cache, read_capabilities
 from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.outcome import lack
 
@@ -18,6 +19,15 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 # After a suspicion the engine is checked at once; so soon is it not checked for another one.
 _MIN_INTERVAL_SECONDS = 0.05
+_STARTS, _START_SECONDS = 8, 0.005
+"""Checks that begin in so long: those of many engines come one after the other."""
+MAX_PAGE_BYTES = 4 << 20
+MAX_LINE_BYTES = 4 << 10
+MAX_LINES = 1024
+"""Of an engine's metrics page: bytes that are read, of a line, and lines that are kept."""
+
+
+_WANTED = re.compile(rb"^(?:%s)\{.*" % "|".join(PAGE_NAMES).encode(), re.MULTILINE)
 
 
 class _LackError(Exception):
@@ -36,6 +46,7 @@ class HealthMonitor:
         self._config = config
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
         self._watches: dict[Engine, asyncio.Task[None]] = {}
+        self._starts = asyncio.Semaphore(_STARTS)
 
     @asynccontextmanager
     async def running(self, engines: Iterable[Engine]) -> AsyncIterator[None]:
@@ -84,6 +95,8 @@ class HealthMonitor:
 
     async def _check(self, engine: Engine) -> bool:
         """Check once; True if *engine* answered, well or not."""
+        async with self._starts:
+            await asyncio.sleep(_START_SECONDS)
         was_healthy = engine.healthy
         try:
             status, drains, failure = await self._ask(engine)
@@ -118,7 +131,7 @@ class HealthMonitor:
                 allow_redirects=False,
                 raise_for_status=True,
             ) as response:
-                page = await response.text()
+                page = await _wanted(response.content)
             if not is_known:
                 engine.capabilities = read_capabilities(page)
             if reads_cache and (cache := read_cache(page)):
@@ -141,3 +154,21 @@ class HealthMonitor:
             if lacked := lack(error):
                 raise _LackError(lacked) from error
             return None, False, f"/health failed: {error}"
+
+
+async def _wanted(content: aiohttp.StreamReader) -> str:
+    """Lines of a metrics page that are wanted here, read piece by piece. Raises `ValueError` for a
+    page that is too large."""
+    found: list[bytes] = []
+    rest, num_bytes = b"", 0
+    async for piece in content.iter_any():
+        num_bytes += len(piece)
+        lines, _, rest = (rest + piece).rpartition(b"\n")
+        found += _WANTED.findall(lines)
+        if num_bytes > MAX_PAGE_BYTES or len(rest) > MAX_LINE_BYTES or len(found) > MAX_LINES:
+            raise ValueError(
+                f"expected a metrics page of at most {MAX_PAGE_BYTES} bytes, with lines of at most "
+                f"{MAX_LINE_BYTES} and {MAX_LINES} of them about this, got more"
+            )
+        await asyncio.sleep(0)
+    return b"\n".join((*found, rest)).decode(errors="replace")

@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
+from typing import NamedTuple
 
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.policy.load import EngineLoad
@@ -30,6 +29,12 @@ SideChannelFields = Mapping[str, str | int]
 INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
 CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
 STEPS_METRIC = "vllm:iteration_tokens_total_count"
+PAGE_NAMES = (INFO_METRIC, STREAMS_METRIC, CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
+"""Read from an engine's metrics page."""
+_LINE = re.compile(r"[\w:]+\{(.*)\}\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_ESCAPE = re.compile(r'\\[\\"n]')
 _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
 
@@ -77,10 +82,24 @@ class Capabilities:
 UNKNOWN = Capabilities()
 
 
-def _samples(page: str, name: str) -> list[Sample]:
-    lines = [f"{line}\n" for line in page.splitlines() if line.startswith(name + "{")]
-    families = text_string_to_metric_families("".join(lines))
-    return [sample for family in families for sample in family.samples]
+class _Sample(NamedTuple):
+    labels: Mapping[str, str]
+    value: float
+
+
+def _samples(page: str, name: str) -> list[_Sample]:
+    return [_sample(line) for line in page.splitlines() if line.startswith(name + "{")]
+
+
+def _sample(line: str) -> _Sample:
+    found = _LINE.match(line)
+    if found is None:
+        raise ValueError(f"expected NAME{{LABELS}} VALUE, got {line[:80]!r}")
+    labels = {
+        name: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
+        for name, value in _LABEL.findall(found[1])
+    }
+    return _Sample(labels, float(found[2]))
 
 
 def read_capabilities(page: str) -> Capabilities:
@@ -305,7 +324,9 @@ class EnginePool:
     def add(self, url: str, role: str = "") -> Engine:
         role = role or self.role
         taken = {engine.idx for engine in self.engines if engine.role == role}
-        idx = next(idx for idx in range(len(taken) + 1) if idx not in taken)
+        idx = len(taken)
+        if idx in taken:
+            idx = next(idx for idx in range(len(taken)) if idx not in taken)
         memory, load = Memory(self._affinity_tokens), EngineLoad(self._speeds)
         engine = Engine(role, idx, url, memory=memory, load=load)
         self.join(engine)

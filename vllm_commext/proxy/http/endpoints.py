@@ -111,13 +111,14 @@ def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     return next((n for n in given if isinstance(n, int) and n > 0), MOST_TOKENS)
 
 
-_CACHE_MARK = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
+_CACHE_MARK = re.compile(rb'(?:,\s{0,4})?"cache_control"\s{0,4}:\s{0,4}\{[^{}]{0,200}\}')
 _BILLING = re.compile(rb'x-anthropic-billing-header(?:[^"\\]|\\.)*')
 _OPENING = re.compile(
     rb'\[?\s*(?:\{\s*(?:"(?:type|role)"\s*:\s*"\w*"\s*,\s*)*"content"\s*:\s*)?'
     rb'(?:\[\s*\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"text"\s*:\s*)?"'
 )
 """Of a conversation before its first text: the same text may come as a string or in an item."""
+_OPENING_BYTES = 1024
 
 
 def prompt_text(endpoint: Endpoint, body: Mapping[str, Any], max_bytes: int) -> tuple[bytes, int]:
@@ -137,7 +138,7 @@ def _same_text(text: bytes, part: RawJson) -> bytes:
     """Without what clients change from turn to turn, and engines do not see."""
     is_whole = len(text) == len(part.text)
     text = text[:-1] if is_whole else text
-    opening = _OPENING.match(text)
+    opening = _OPENING.match(text, 0, _OPENING_BYTES)
     text = text[opening.end() if opening else 1 :]
     if b'"cache_control"' in text:
         text = _CACHE_MARK.sub(b"", text)

@@ -14,10 +14,10 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENVELOPE = frozenset(
     ("created", "id", "model", "object", "service_tier", "system_fingerprint", "usage")
 )
-MAX_DECODED_BYTES = 256 << 10
+MAX_DECODED_BYTES, MAX_READ_BYTES = 64 << 10, 2 << 20
 _CACHED = b'"cached_tokens"'
 _CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)(?:\d+|null)')
-_NUMBERS = re.compile(rb"\[[\d,]*\]")
+_NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
@@ -119,7 +119,7 @@ def _is_void(content: Mapping[str, Any]) -> bool:
 def _contents(events: bytes) -> list[dict[str, Any]]:
     """JSON objects of *events*; none if there is anything else, or much."""
     contents: list[dict[str, Any]] = []
-    if len(events) > MAX_DECODED_BYTES:
+    if MAX_DECODED_BYTES < len(events) <= MAX_READ_BYTES:
         events = _NUMBERS.sub(b"[]", events)
     if len(events) > MAX_DECODED_BYTES:
         return []
