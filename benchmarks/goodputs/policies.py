@@ -153,7 +153,7 @@ class Adaptive:
         ]
         placed = self.choose(now, tokens, up)
         if placed is None:  # as the proxy does, by the tokens under way
-            least = min(up, key=lambda one: sum(job.new for job in one.load.jobs))
+            least = min(up, key=lambda one: sum(job.new for job in one.load.prompts.jobs))
             placed = Way(least, least)
         self.num_placed += 1
         self.num_local += placed.is_local
@@ -236,7 +236,7 @@ class Adaptive:
 
 
 def _tokens(one: Candidate) -> int:
-    return one.load.coming + one.load.context - one.held_tokens
+    return one.load.answers.coming + one.load.answers.context - one.held_tokens
 
 
 class Tuned(Adaptive):
@@ -259,6 +259,6 @@ class Tuned(Adaptive):
 
         def until_through(one: Candidate) -> float:
             held = one.load.speed.prefill_seconds(one.held_tokens, 0, False)
-            return one.load.queued + one.load.queue.seconds - held
+            return one.load.prompts.seconds + one.load.queue.seconds - held
 
         return Way(min(sources, key=until_through), least)

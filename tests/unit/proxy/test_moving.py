@@ -367,4 +367,4 @@ async def test_the_policy_of_placement_knows_of_moves(kit: Any, ahead: str) -> N
         assert (Told(got).text, Told(got).resumed) == ("x" * len(WHOLE), [1])
         await cluster.idle()
         assert len(cluster.prefill[0].calls) == (1 if ahead == READ else 2)
-        assert [one.load.unread for one in cluster.proxy.registry.engines] == [0, 0, 0]
+        assert [one.load.cache.unread for one in cluster.proxy.registry.engines] == [0, 0, 0]

@@ -83,12 +83,12 @@ def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
     answer = load.expect(1000, NOW)
     load.ask(4000, 0, NOW).end(NOW + 5.0)
     answer.end(NOW + 10.0)
-    busy = load.share
+    busy = load.recent.share
     load.look(NOW + 500.0)
-    assert load.share == busy > 0.0
+    assert load.recent.share == busy > 0.0
     load.expect(1000, NOW + 500.0)
     load.look(NOW + 520.0)
-    assert load.share < busy / 5
+    assert load.recent.share < busy / 5
 
 
 def test_an_engine_that_is_new_is_known_by_what_it_has_done_so_far() -> None:
@@ -98,7 +98,7 @@ def test_an_engine_that_is_new_is_known_by_what_it_has_done_so_far() -> None:
         load.expect(1000, NOW)
     load.ask(4000, 0, NOW).end(NOW + 0.5)
     load.look(NOW + 1.0)
-    assert load.share == pytest.approx(0.5, rel=0.1)
+    assert load.recent.share == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -233,7 +233,7 @@ def test_a_prompt_fills_its_engines_cache_until_it_is_read() -> None:
     answer.go_on(1, NOW + 0.3)
     assert source.room_seconds(10000, STEP) == 0.0
     answer.end(NOW + 0.4)
-    assert source.unread == target.context == target.coming == 0
+    assert source.cache.unread == target.answers.context == target.answers.coming == 0
 
 
 def test_what_nobody_reads_leaves_its_engines_cache() -> None:
@@ -241,11 +241,11 @@ def test_what_nobody_reads_leaves_its_engines_cache() -> None:
     job = load.ask(6000, 0, NOW)
     job.end(NOW)
     job.read()
-    assert load.unread == 0
+    assert load.cache.unread == 0
     job.keep()
     job.read()
     job.read()
-    assert load.unread == 0
+    assert load.cache.unread == 0
 
 
 @quick
@@ -345,7 +345,7 @@ def test_what_cannot_win_is_left_out_and_the_best_is_found() -> None:
                 load.speed.note_steps(num, 4000 * num, STEP + slope * num)
             both[idx] = candidate._replace(held_tokens=rng.choice((0, 0, 1000, 3900)))
             give_work(load, random.Random(work_seed))
-            load.share = rng.choice((0.0, 0.2, 0.6))
+            load.recent.share = rng.choice((0.0, 0.2, 0.6))
         prefill = both if rng.random() < 0.6 else both[: rng.randint(1, len(both))]
         decode = both if rng.random() < 0.8 else both[-rng.randint(1, len(both)) :]
         expected = plainly(made, prefill, decode)
@@ -376,7 +376,7 @@ def test_a_prompt_that_nobody_sees_end_is_taken_to_end_in_time() -> None:
     assert load.backlog(NOW) == pytest.approx(12000 * TOKEN, rel=0.1)
     assert load.backlog(NOW + 6000 * TOKEN) == pytest.approx(6000 * TOKEN, rel=0.2)
     assert load.backlog(NOW + 12001 * TOKEN) == pytest.approx(0.0, abs=0.02)
-    assert not load.jobs or load.backlog(NOW + 13000 * TOKEN) == 0.0
+    assert not load.prompts.jobs or load.backlog(NOW + 13000 * TOKEN) == 0.0
 
 
 def test_speed_is_learned_from_what_a_proxy_sees() -> None:
@@ -439,7 +439,7 @@ def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_man
         target.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
     for _ in range(num_answers):
         running(target.load, 20, 20 * 0.009)
-    source.load.share, target.load.share = 0.9, 0.2
+    source.load.recent.share, target.load.recent.share = 0.9, 0.2
     costs = _Costs(target, 4000, NOW)
     assert costs.pace > limit
     assert (costs.slower > limit) == is_full

@@ -124,7 +124,7 @@ async def test_an_engine_that_says_that_its_cache_is_full_is_avoided(kit: Any) -
             told = {answer.headers["X-Commext-Decode"] for answer in answers}
             assert told == {f"engine{1 - full}"}
         await cluster.both[0].stop()
-        await kit.until(lambda: not loads[0].cache_tokens, "it to be forgotten")
+        await kit.until(lambda: not loads[0].cache.size, "it to be forgotten")
 
 
 async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
@@ -171,4 +171,4 @@ async def test_work_is_followed_where_somebody_asks(
         for _ in range(3):
             assert (await cluster.ask(BODY)).status == 200
         loads = [one.load for one in cluster.proxy.registry.engines]
-    assert any(load.share > 0.0 for load in loads) == is_read
+    assert any(load.recent.share > 0.0 for load in loads) == is_read

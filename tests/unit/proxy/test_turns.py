@@ -100,9 +100,8 @@ async def test_who_leaves_holds_up_nobody(turn_has_come: bool) -> None:
     for tokens in (4000, 500, 1000):
         await line.add(tokens)
     if turn_has_come:
-        line.load.jobs.clear()
-        line.load.queued = 0.0
-        line.load.on_done()
+        (job,) = line.load.prompts.jobs
+        job.end(time.monotonic(), False)
     line.tasks[500].cancel()
     assert [tokens for tokens in await line.ended() if tokens != 500] == [4000, 1000]
 

@@ -135,7 +135,7 @@ class Chooser:
 
 def _idlest(pool: EnginePool) -> Sequence[Engine]:
     usable = [one for one in pool.engines if one.usable]
-    return nsmallest(WINDOW, usable, key=lambda one: one.load.queued)
+    return nsmallest(WINDOW, usable, key=lambda one: one.load.prompts.seconds)
 
 
 def _name_of(prefix: Prefix) -> bytes:

@@ -145,7 +145,7 @@ class Turns:
         self._load = load
         self._turns: dict[Waiting, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        load.on_done = self._wake
+        load.when_done(self._wake)
 
     async def take(self, new_tokens: int, held_tokens: int) -> None:
         load, now = self._load, time.monotonic()
@@ -266,7 +266,7 @@ class Engine:
 
     def _forget(self) -> None:
         self.memory.clear()
-        self.load.cache_tokens = 0.0
+        self.load.cache.forget()
         self.capabilities = UNKNOWN
 
     def learn_again(self) -> None:

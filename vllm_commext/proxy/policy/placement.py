@@ -59,12 +59,13 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 
 class _Costs:
     """Expected seconds at one engine: backlog, prefill, step, a step with one answer more (slower),
-    the same with recent prompts (pace), and until there is room for the prompt and for the answer.
-    late: answers made late, by cause."""
+    the same with recent prompts (pace), for a whole answer (seconds), and until there is room for
+    the prompt and for the answer. busy: until a new answer may begin. handed: share in time of
+    answers that are handed over. late: answers made late, by cause."""
 
     __slots__ = (
-        *("backlog", "candidate", "late", "num_answers", "num_put_off", "pace", "prefill"),
-        *("prompt_room", "room", "slower", "step"),
+        *("backlog", "busy", "candidate", "handed", "late", "num_answers", "num_put_off", "pace"),
+        *("prefill", "prompt_room", "room", "seconds", "slower", "step"),
     )
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
@@ -74,14 +75,17 @@ class _Costs:
         if held >= tokens:
             held = tokens - 1
         self.candidate = candidate
-        self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.jobs)
+        self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
         self.num_answers = num = len(load.answers)
-        self.step = speed.step_seconds(num, load.context)
-        self.slower = slower = speed.step_seconds(num + 1.0, load.context + tokens)
-        self.pace = pace = load.pace(slower)
+        context = load.answers.context
+        self.step = speed.step_seconds(num, context)
+        self.slower = slower = speed.step_seconds(num + 1.0, context + tokens)
+        self.pace = pace = load.recent.pace(slower)
         self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
         self.room = room = load.room_seconds(tokens + length, pace)
         self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
+        self.busy = self.backlog if self.backlog > room else room
+        self.seconds, self.handed = pace * length, 1.0
         self.late: dict[int, float] = {}
 
 
@@ -107,7 +111,8 @@ class Planner:
         Engines for both steps are in both sequences, as the same candidates."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        costs = {one.load: _Costs(one, tokens, now) for one in (*decode, *prefill)}
+        costs = {one.load: _Costs(one, tokens, now) for one in decode}
+        costs |= {one.load: _Costs(one, tokens, now) for one in prefill if one.load not in costs}
         targets = [costs[one.load] for one in decode]
         hands_over = self.shared.limits.tpot > 0.0
         sources = [costs[one.load] for one in prefill] if hands_over else ()
@@ -135,39 +140,40 @@ class Planner:
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
-        shared = self.shared
-        ways: list[tuple[_Costs, _Costs, float, float, float]] = []
-        for one in targets:
-            first = (one.backlog if one.backlog > one.room else one.room) + one.prefill
-            ways.append((one, one, first, 0.0, one.room))
-        for one in sources:
-            room = one.prompt_room
-            first = (one.backlog if one.backlog > room else room) + one.prefill
-            first += shared.handover.value
-            for at in targets:
-                if at is not one:
-                    late = (at.backlog if at.backlog > at.room else at.room) - first
-                    late = (late if late > 0.0 else 0.0) + shared.second_token.value
-                    ways.append((one, at, first, late, at.room + room))
-        tpot, length = shared.limits.tpot, shared.lengths.mean
-        limit = shared.limits.first or math.inf
+        tpot, handover = self.shared.limits.tpot, self.shared.handover.value
         options: list[_Option] = []
-        for source, at, first, late, wait in ways:
-            in_time = 1.0 if first <= limit else 0.0
-            if tpot:
-                room = tpot - at.pace
-                if room <= 0.0:
-                    in_time *= HOPE * tpot / at.pace
-                elif late:
-                    in_time *= 1.0 - shared.lengths.ended((late + room) / room, 1)
-            misses = 1.0 - in_time + source.num_put_off
+
+        def add(source: _Costs, at: _Costs, first: float, late: float, wait: float) -> None:
+            in_time = (
+                (at.handed if late == second else self._share_in_time(at, late)) if tpot else 1.0
+            )
+            misses = source.num_put_off + 1.0 - (in_time if first <= limit else 0.0)
             if tpot and at.slower >= tpot:
                 misses += 1.0  # all are late there, for as long as there is one too many
-            seconds = at.pace * length + late
+            seconds = at.seconds + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
             cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
             options.append((cost, len(options), source, at, misses, first, seconds))
+
+        second, limit = self.shared.second_token.value, self.shared.limits.first or math.inf
+        for at in targets:
+            at.handed = self._share_in_time(at, second) if tpot else 1.0
+            add(at, at, at.busy + at.prefill, 0.0, at.room)
+        for one in sources:
+            room = one.prompt_room
+            first = (one.backlog if one.backlog > room else room) + one.prefill + handover
+            for at in targets:
+                if at is not one:
+                    late = second + at.busy - first if at.busy > first else second
+                    add(one, at, first, late, at.room + room)
         return options
+
+    def _share_in_time(self, at: _Costs, late: float) -> float:
+        """Share of answers in time of those whose second token comes *late* seconds later."""
+        room = self.shared.limits.tpot - at.pace
+        if room <= 0.0:
+            return HOPE * self.shared.limits.tpot / at.pace
+        return 1.0 - self.shared.lengths.ended((late + room) / room, 1) if late else 1.0
 
     def _late(
         self, at: _Costs, by: int, now: float, max_seen: int, most: float = math.inf
