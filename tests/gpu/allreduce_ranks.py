@@ -177,24 +177,6 @@ def check_graphs(rank: Rank) -> Figures:
     return {"replays and calls": MANY_REPLAYS}
 
 
-def check_unprepared_capture(rank: Rank) -> Figures:
-    """A capture that finds no workspace takes another backend, and creates nothing."""
-    if limits.FLASHINFER_ONE_SHOT not in rank.dispatcher.backends:
-        return {"skipped": "no FlashInfer"}
-    rows = (Row(MIB, (limits.FLASHINFER_ONE_SHOT, limits.NCCL)),)
-    rank.use(Table(rank.world, {"bfloat16": rows}, "test"))
-    case = rank.sum(1, (4, 1536))
-    tensor = case.parts[rank.rank].clone()
-    graph = torch.cuda.CUDAGraph()
-    with rank.group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
-        out = rank.dispatcher.all_reduce(tensor)
-    graph.replay()
-    assert out is not None
-    assert int(case.errors(out)) == 0
-    assert rank.dispatcher.choice(tensor) == limits.FLASHINFER_ONE_SHOT
-    return {}
-
-
 def check_create_and_destroy(rank: Rank) -> Figures:
     free: list[int] = []
     for _ in range(4):

@@ -2,15 +2,14 @@
 
     python tests/gpu/self_test_ranks.py RANK WORLD_SIZE PORT [CHECK ...]
 
-This vLLM is to them one that nobody has tested and that reads unlike all others. Each part serves
-where its test holds, and is left out on all ranks where one of them has wrong numbers. Rank 0
-prints a line of JSON a check.
+This vLLM is to them one that no test was run on and that reads unlike all others. Each part serves
+as its test holds; where it does not, see tests/contract/test_self_tests.py. Rank 0 prints a line of
+JSON a check.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +19,10 @@ from tests.kit.gpu_ranks import checks_of, run_checks
 from tests.kit.untested import ENVIRON, withhold_evidence
 from vllm_commext import plugin, status
 from vllm_commext.allreduce import limits, multicast
-from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce, fused_pass, reduce_rms, reduce_rms_models
 from vllm_commext.compat.monkey_patch import is_patched, row_of
 from vllm_commext.compat.tp_group import tensor_parallel
-from vllm_commext.reduce_rms import ops
 
 TOGGLES = {
     **ENVIRON,
@@ -44,24 +41,6 @@ class Rank:
         self.rank = group.rank_in_group
 
 
-@contextmanager
-def wrong_on_the_last_rank(rank: Rank, owner: Any, name: str) -> Iterator[None]:
-    """What a function returns is twice as much there."""
-    original = getattr(owner, name)
-
-    def wrong(*args: Any) -> Any:
-        out = original(*args)
-        if rank.rank != rank.collective.world_size - 1:
-            return out
-        return out * 2 if torch.is_tensor(out) else tuple(part * 2 for part in out)
-
-    setattr(owner, name, wrong)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def check_all_reduce(rank: Rank) -> Figures:
     """The communicator was made with a dispatcher that had passed its test."""
     made = allreduce.dispatcher_of(rank.communicator)
@@ -75,17 +54,6 @@ def check_fused_norm(rank: Rank) -> Figures:
     del rank
     assert is_patched(row_of(fused_pass.CONFIGURE))
     return {"patched": True}
-
-
-def check_wrong_sums(rank: Rank) -> Figures:
-    """Of one rank cost all of them the dispatcher, and no rank waits for another."""
-    allreduce._give_back(rank.communicator)
-    with wrong_on_the_last_rank(rank, PushBackend, "all_reduce"):
-        allreduce.attach(rank.communicator)
-    assert allreduce.dispatcher_of(rank.communicator) is None
-    allreduce.attach(rank.communicator)
-    assert allreduce.dispatcher_of(rank.communicator) is not None
-    return {"left": 1}
 
 
 def _serve(rank: Rank) -> list[str]:
@@ -106,15 +74,6 @@ def check_norms(rank: Rank) -> Figures:
     served = _serve(rank)
     assert served == MODELS, reduce_rms_models._failures
     assert set(MODELS) <= reduce_rms._told
-    return {"models": len(served)}
-
-
-def check_wrong_norms(rank: Rank) -> Figures:
-    """Of one rank leave every model to vLLM on all of them."""
-    reduce_rms_models._failures.clear()
-    with wrong_on_the_last_rank(rank, ops, "_launch"):
-        served = _serve(rank)
-    assert served == []
     return {"models": len(served)}
 
 

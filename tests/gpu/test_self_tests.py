@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 SCRIPT = Path(__file__).with_name("self_test_ranks.py")
 SECONDS = 240
-CHECKS = ("all_reduce", "fused_norm", "wrong_sums", "norms", "wrong_norms")
+CHECKS = ("all_reduce", "fused_norm", "norms")
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(SECONDS + 60)]
 

@@ -151,19 +151,6 @@ def test_every_section_of_the_table_is_in_one_group() -> None:
     assert tuple(table.GROUPS) == doctor.PROBES
 
 
-@pytest.mark.parametrize(
-    ("levels", "expected"),
-    [
-        ([], 0),
-        ([Level.OK, Level.INFO], 0),
-        ([Level.OK, Level.WARNING, Level.INFO], 1),
-        ([Level.ERROR, Level.WARNING], 2),
-    ],
-)
-def test_exit_status(levels: list[Level], expected: int) -> None:
-    assert exit_status([Check("s", "n", "v", level) for level in levels]) == expected
-
-
 def test_checks_survive_the_way_between_processes() -> None:
     checks = [Check("s", "n", "v", Level.ERROR, "h"), Check("s", "m", "é\n\x00")]
     assert decode(encode(checks)) == checks
@@ -193,16 +180,20 @@ def test_a_peers_text_cannot_write_to_the_terminal(every: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "verdict"),
+    ("levels", "status", "verdict"),
     [
-        ((), "ready"),
-        ((Level.WARNING,), "ready, with warnings (1 warning)"),
-        ((Level.ERROR, Level.WARNING, Level.WARNING), "broken (1 error, 2 warnings)"),
+        ((), 0, "ready"),
+        ((Level.OK, Level.INFO), 0, "ready"),
+        ((Level.OK, Level.WARNING, Level.INFO), 1, "ready, with warnings (1 warning)"),
+        ((Level.ERROR, Level.WARNING, Level.WARNING), 2, "broken (1 error, 2 warnings)"),
     ],
 )
-def test_the_verdict_comes_first(levels: tuple[Level, ...], verdict: str) -> None:
+def test_the_verdict_comes_first_and_is_the_exit_status(
+    levels: tuple[Level, ...], status: int, verdict: str
+) -> None:
     checks = [Check("gpu", f"c{k}", "v", level) for k, level in enumerate(levels)]
     assert text_of(*checks)[0].partition(": ")[2] == verdict
+    assert exit_status(checks) == status
 
 
 def test_the_short_text_has_problems_first_and_then_headlines() -> None:
@@ -304,15 +295,16 @@ def test_a_free_and_a_taken_port() -> None:
     assert table.side_channel_port(environ).level is Level.OK
 
 
-@pytest.mark.parametrize("port", ["", "x", "-1", "65536"])
-def test_a_port_that_is_none(port: str) -> None:
-    check = table.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
-    assert check.level is Level.ERROR
-
-
-def test_a_host_that_does_not_resolve() -> None:
-    check = table.side_channel_port({"VLLM_NIXL_SIDE_CHANNEL_HOST": "no-such.invalid"})
-    assert check.level is Level.WARNING
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        *(("PORT", port, Level.ERROR) for port in ("", "x", "-1", "65536")),
+        ("HOST", "no-such.invalid", Level.WARNING),
+    ],
+)
+def test_a_port_or_a_host_that_is_none(name: str, value: str, level: Level) -> None:
+    check = table.side_channel_port({f"VLLM_NIXL_SIDE_CHANNEL_{name}": value})
+    assert check.level is level
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

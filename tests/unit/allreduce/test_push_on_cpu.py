@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.kit.host_kernels import COMPILER
-from tests.unit.allreduce import push_emulation
 from tests.unit.allreduce.push_emulation import Ranks, in_order_of_ranks, random_calls
 from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.gpu.ipc import EMPTY
@@ -94,19 +93,3 @@ def test_a_counter_that_wraps_goes_on() -> None:
         want = in_order_of_ranks([of[call] for of in inputs])
         assert all(torch.equal(outputs[rank][call], want) for rank in range(2))
     assert [int(state[0]) for state in ranks.states] == [3, 3]
-
-
-def test_no_rank_begins_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else those that have theirs wait for one that failed, and their trap hides its error."""
-    failing = iter([True])
-
-    def library(*_: object) -> None:
-        if next(failing, False):
-            raise OSError("no space left")
-
-    begun: list[object] = []
-    monkeypatch.setattr(push_emulation, "library", library)
-    monkeypatch.setattr(push_emulation, "run_calls", lambda *given: begun.append(given))
-    with pytest.raises(OSError, match="no space left"):
-        Ranks(2, 4 * KIB).all_reduce(random_calls(2, torch.float32, [1], seed=1), 1, seed=1)
-    assert not begun

@@ -1,21 +1,16 @@
-"""The ops on a CPU: the reference, what the compiler sees, ranks that are processes."""
+"""The ops on a CPU: the reference, and what the compiler sees; ranks: tests/contract."""
 
-import multiprocessing
 from collections.abc import Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
-from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError
 from vllm_commext.reduce_rms import ops as _ops  # noqa: F401 - registers the ops
 from vllm_commext.reduce_rms.workspace import GroupWorkspace, find
 
-EPS, Q, KV, WORLD = 1e-6, 48, 16, 3
+EPS, Q, KV = 1e-6, 48, 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OPS = torch.ops.vllm_commext
 
@@ -110,47 +105,3 @@ def test_workspaces_are_numbered_as_they_are_made() -> None:
     del second
     with pytest.raises(ConfigError, match="live workspace"):
         find(handle)
-
-
-def in_a_group(rank: int, port: int, result: Connection) -> None:
-    address = f"tcp://127.0.0.1:{port}"
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", address, limit, rank=rank, world_size=WORLD)
-    workspace = GroupWorkspace()
-    qkv, q_weight, k_weight = rows_and_weights(6, seed=rank)
-    q, k = OPS.qk_rms_norm(qkv, q_weight, k_weight, workspace.handle, EPS)
-    result.send((q.numpy(), k.numpy()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_ranks_add_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    port = free_port()
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
-    ranks = [
-        context.Process(target=in_a_group, args=(rank, port, pipes[rank][1]))
-        for rank in range(WORLD)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        results = []
-        for receiver, _ in pipes:
-            assert receiver.poll(90)
-            results.append(receiver.recv())
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
-    inputs = [rows_and_weights(6, seed=rank) for rank in range(WORLD)]
-    for place, columns in ((0, slice(0, Q)), (1, slice(Q, Q + KV))):
-        whole = torch.cat([qkv[:, columns] for qkv, _, _ in inputs], dim=1)
-        weights = torch.cat([given[place + 1] for given in inputs])
-        wanted = norm(whole, weights).chunk(WORLD, dim=1)
-        for rank in range(WORLD):
-            torch.testing.assert_close(
-                torch.from_numpy(results[rank][place]).double(), wanted[rank], rtol=1e-5, atol=1e-6
-            )

@@ -2,12 +2,9 @@
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +20,6 @@ from vllm_commext.errors import CommextTimeoutError, ProtocolError, UnsupportedE
 from vllm_commext.shm import collectives
 from vllm_commext.shm.collectives import SUMMABLE, RingGroup, is_worth_it, pieces
 from vllm_commext.shm.ring import PeerLostError, QueueCancelledError, RingReader, RingWriter
-
-from .collective_child import exchange_by_files
 
 SECONDS = 60.0
 DTYPES = sorted(SUMMABLE, key=str)
@@ -259,21 +254,3 @@ def test_what_one_rank_lacks_is_told_at_all_and_nothing_remains(
     assert [type(error) for error in errors] == [UnsupportedError] * 3
     assert {str(error) for error in errors} == {"rank 1: MemoryError: no room in /dev/shm"}
     assert ours_in_dev_shm() == before
-
-
-def test_a_rank_that_is_killed_ends_the_others_wait_by_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.shm.collective_child", "1", "2", str(tmp_path)]
-    with subprocess.Popen([*command, "200"], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            group = RingGroup.connect(Collective(0, 2, exchange_by_files(0, 2, tmp_path)))
-            for number in range(200):
-                values = torch.full((1000,), number)
-                group.all_reduce(values)
-                assert values.eq(2 * number + 1).all()
-            assert child.stdout is not None
-            assert child.stdout.readline() == "done\n"
-            child.kill()
-            with pytest.raises(PeerLostError, match=rf"rank 1: writer \(pid {child.pid}, dead"):
-                sum_twice(group)
-        finally:
-            child.kill()
