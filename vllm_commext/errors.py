@@ -5,7 +5,6 @@ handle it.
 """
 
 from enum import StrEnum
-from typing import Self
 
 
 class CommextError(Exception):
@@ -45,7 +44,7 @@ class Reason(StrEnum):
 
     meaning: str
 
-    def __new__(cls, value: str, meaning: str) -> Self:
+    def __new__(cls, value: str, meaning: str) -> "Reason":
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
