@@ -100,7 +100,7 @@ def with_secret(folder: Path) -> Iterator[SideVictim]:
 def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
     from vllm_commext.nixl.metrics.recorder import TransferRecorder
-    from vllm_commext.nixl.prefill.lease_manager import LeaseManager
+    from vllm_commext.nixl.prefill.leases import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
     from vllm_commext.nixl.requests import CompletionQueue
     from vllm_commext.nixl.stream.producer import StreamDirectory

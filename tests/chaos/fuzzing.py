@@ -28,7 +28,7 @@ from tests.kit.memory import heap_bytes
 from tests.kit.servers import CPU_ENVIRON, LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.prefill.lease_manager import LeaseManager
+from vllm_commext.nixl.prefill.leases import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.stream.progress import WorkerTables

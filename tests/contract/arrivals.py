@@ -18,7 +18,7 @@ from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.places import write_place
+from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.prompt import digests
 
 HOST = "127.0.0.1"

@@ -68,7 +68,7 @@ def decode_engine(model: Path) -> Any:
 def reusing_engine(model: Path) -> Any:
     """The same with a request that waits for what another engine has on offer."""
     from tests.contract.scheduled_core import Core, request_of
-    from vllm_commext.nixl.wire.places import write_place
+    from vllm_commext.nixl.wire.params import write_place
 
     core = Core(model, "kv_both", reuse_blocks=True)
     params = {"answer_token_ids": [1], "reuse_from": [write_place(HOST, silent_port())]}

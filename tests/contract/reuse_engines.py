@@ -19,7 +19,7 @@ from tests.kit.ports import free_port
 from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl.metadata import HandshakeMetadata
 from vllm_commext.nixl.reuse.offers import GenerationTable, Run
-from vllm_commext.nixl.wire.places import write_place
+from vllm_commext.nixl.wire.params import write_place
 
 HOST = "127.0.0.1"
 BOUND_SECONDS = 60.0

@@ -28,7 +28,7 @@ from tests.contract.scheduled_core import (
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
-from vllm_commext.nixl.wire.places import write_place
+from vllm_commext.nixl.wire.params import write_place
 
 pytestmark = pytest.mark.timeout(600)
 BOUND_SECONDS = 60.0

@@ -34,7 +34,7 @@ class ConnectorConfig:
         kv_lease_max_duration: how long it keeps them at most, whatever the readers say.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
         peers: side channels of prefill engines to connect to before the first request, as
-            ``host:port``; see ``preconnect``.
+            ``host:port``; see ``decode.loader``.
         transfer_timeout: a load fails when nothing of it has arrived for as long, although it was
             its turn; its blocks stay out of use until NIXL reports the end of its reads.
         max_bytes_in_flight: bytes that one worker reads from one prefill worker at a time; further

@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit.servers import free_port
-from vllm_commext.nixl.decode import preconnect
+from vllm_commext.nixl.decode import loader
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.transport import probe
@@ -59,8 +59,8 @@ def test_an_engine_that_starts_later_is_found(
 def test_an_engine_that_never_answers_is_given_up_and_harms_nobody(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, log_lines: Lines
 ) -> None:
-    monkeypatch.setattr(preconnect, "BACK_OFF", preconnect.BackOff(0.01, 0.01))
-    monkeypatch.setattr(preconnect, "MAX_FAILURES", 3)
+    monkeypatch.setattr(loader, "BACK_OFF", loader.BackOff(0.01, 0.01))
+    monkeypatch.setattr(loader, "MAX_FAILURES", 3)
     gone = free_port()
     prefill = make_engine("p", seed=1, serve=True)
     decode = make_engine("d", seed=2, peers=[f"{HOST}:{gone}", f"{HOST}:{prefill.port}"])

@@ -28,9 +28,7 @@ def test_a_read_slower_than_the_lease(
     prefill = make_engine("p", serve=True, kv_lease_duration=LEASE_SECONDS)
     decode = make_engine("d", seed=2)
     if not beats:
-        monkeypatch.setattr(
-            "vllm_commext.nixl.decode.heartbeats.KeepAlive.send_due", lambda self: None
-        )
+        monkeypatch.setattr("vllm_commext.nixl.decode.uses.KeepAlive.send_due", lambda self: None)
     slow = SlowReads(decode.agent, monkeypatch)
     expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
     prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))

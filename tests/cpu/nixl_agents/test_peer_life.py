@@ -23,7 +23,7 @@ from tests.cpu.nixl_agents.ranks import PeerProcess
 from tests.kit.servers import free_port
 from vllm_commext.nixl.decode import links
 from vllm_commext.nixl.decode.peers import PeerState
-from vllm_commext.nixl.decode.sweep import NUM_ROUNDS
+from vllm_commext.nixl.decode.reads import NUM_ROUNDS
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.transfer_thread import GiveUp
 

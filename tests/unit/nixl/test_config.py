@@ -8,7 +8,7 @@ import pytest
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import GONE, KNOWN_KEYS, ConnectorConfig, parse_config
-from vllm_commext.nixl.decode.sweep import num_descriptors
+from vllm_commext.nixl.decode.reads import num_descriptors
 
 SECONDS = (
     "kv_lease_duration",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.decode import heartbeats
-from vllm_commext.nixl.decode.heartbeats import MAX_IDS, MAX_IDS_BYTES, Heartbeats, batches
+from vllm_commext.nixl.decode import uses
 from vllm_commext.nixl.decode.peers import Peer, PeerState
+from vllm_commext.nixl.decode.uses import MAX_IDS, MAX_IDS_BYTES, Heartbeats, batches
 
 PEERS = [("p", "host", 1, rank) for rank in range(2)]
 IDS = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -76,7 +76,7 @@ def test_random_histories(steps: list[tuple[str, int, int, int]]) -> None:
 
 
 def test_six_in_a_lease() -> None:
-    assert heartbeats.interval_of(60.0) == 10.0
+    assert uses.interval_of(60.0) == 10.0
 
 
 @pytest.mark.parametrize("state", PeerState)

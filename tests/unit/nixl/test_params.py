@@ -20,10 +20,12 @@ from vllm_commext.nixl.wire.params import (
     TransferParams,
     is_for_decode,
     is_for_prefill,
+    place_of_stream,
+    places_for_reuse,
     read_params,
     write_params,
+    write_place,
 )
-from vllm_commext.nixl.wire.places import place_of_stream, places_for_reuse, write_place
 from vllm_commext.nixl.wire.seal import prove_params
 
 REMOTE = RemoteRequest(

@@ -19,7 +19,7 @@ from vllm_commext.nixl.reuse.side import BlockFinder
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.connection import endpoint
-from vllm_commext.nixl.wire.places import places_for_reuse, write_place
+from vllm_commext.nixl.wire.params import places_for_reuse, write_place
 
 BOUND_SECONDS = 60.0
 HOST = "127.0.0.1"

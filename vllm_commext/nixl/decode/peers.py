@@ -11,7 +11,7 @@ from functools import partial
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted, log_ready
-from vllm_commext.nixl.decode.sweep import Sweeper, num_descriptors
+from vllm_commext.nixl.decode.reads import Sweeper, num_descriptors
 from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger

@@ -26,7 +26,7 @@ from vllm_commext.nixl.metrics.recorder import (
     merge,
 )
 from vllm_commext.nixl.reasons import FirstToken, Handover
-from vllm_commext.nixl.wire.places import write_place
+from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.seal import read_secret
 
 if TYPE_CHECKING:

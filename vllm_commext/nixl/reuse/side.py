@@ -35,8 +35,7 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.messages import FoundBlocks
-from vllm_commext.nixl.wire.params import ANSWER, params_of
-from vllm_commext.nixl.wire.places import places_for_reuse
+from vllm_commext.nixl.wire.params import ANSWER, params_of, places_for_reuse
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
