@@ -57,8 +57,7 @@ def served_by(worker: Any) -> dict[str, Any]:
         return found
     from vllm_commext.compat import fused_pass
 
-    replaced = {"replaced": fused_pass.replaced(), "quantised": fused_pass.quantised()}
-    return {**found, "calls": calls, **replaced, "told": fused_pass.told()}
+    return {**found, "calls": calls, **fused_pass.counts}
 
 
 def setup_of(args: argparse.Namespace) -> Setup:

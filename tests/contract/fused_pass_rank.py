@@ -211,7 +211,7 @@ def run(way: str, cache: str) -> dict[str, Any]:
     norm = serve(way)
     config = make_config()
     sums = get_tp_group().device_communicator.sums
-    before, quantised = fused_pass.replaced(), fused_pass.quantised()
+    before = fused_pass.counts.copy()
     found: dict[str, Any] = {"ops": [], "sums": [], "difference": []}
     with set_current_vllm_config(config), torch.inference_mode():
         model = make_model(config, way)
@@ -225,8 +225,8 @@ def run(way: str, cache: str) -> dict[str, Any]:
             found["ops"].append(norm.calls.total() - calls if norm else 0)
             found["sums"].append(len(sums))
             found["difference"].append((got - want).abs().max().item())
-    found["replaced"] = fused_pass.replaced() - before
-    found["quantised"] = fused_pass.quantised() - quantised
+    found["replaced"] = fused_pass.counts["replaced"] - before["replaced"]
+    found["quantised"] = fused_pass.counts["quantised"] - before["quantised"]
     found["identity"] = fused_pass.identity()
     return found
 

@@ -8,6 +8,7 @@ depend on, and inductor too: both get our pass's identity.
 import functools
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,23 +38,9 @@ EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "Add
 QUANTISERS = ("scaled_fp4_quant",)
 SOURCES = (__file__, fused_graph.__file__, fused_op.__file__)
 QUANTISERS_SOURCE = Path(__file__).with_name("fused_quant.py")
-_found: list[int] = []
-_absorbed: list[int] = []
-_told: list[int] = []
-
-
-def replaced() -> int:
-    """Number of all-reduces with a norm that became our op, in all graphs of this process."""
-    return sum(_found)
-
-
-def quantised() -> int:
-    return sum(_absorbed)
-
-
-def told() -> int:
-    """Number of those that know the weights that their output meets next."""
-    return sum(_told)
+counts: Counter[str] = Counter()
+"""All-reduces with a norm that became our op in all graphs of this process: ``replaced``; those of
+them that are ``quantised``, and that are ``told`` the weights which their output meets next."""
 
 
 class FusedNormPass(InductorPass):
@@ -68,9 +55,8 @@ class FusedNormPass(InductorPass):
         count = fused_graph.rewrite(graph, self._ops, functools.partial(_serves, tokens))
         marked = self._quantisers.mark(graph) if count and self._quantisers else 0
         absorbed = fused_graph.absorb(graph, self._ops) if marked else 0
-        _told.append(fused_graph.name_next_weights(graph, self._ops))
-        _found.append(count)
-        _absorbed.append(absorbed)
+        told = fused_graph.name_next_weights(graph, self._ops)
+        counts.update(replaced=count, quantised=absorbed, told=told)
         logger.debug(
             "commext: allreduce: %d fused norms, %d of them quantised, in a graph of %s tokens",
             *(count, absorbed, tokens),

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.attack.__main__ import ATTACKS
-from tests.attack.refused import NAME
 from tests.unit.docs.documents import ROOT, documents, name_of
 
 LINK = re.compile(
@@ -54,10 +53,3 @@ def test_each_bound_of_the_side_channel_has_a_test() -> None:
         named = re.findall(r"`([^`]+)`", row[-1])
         assert named
         assert all(name in attacks or (ROOT / name).is_file() for name in named)
-
-
-def test_each_attack_has_a_surface() -> None:
-    rows = [*table("| surface | tests | attacks |"), *table("| what | bound | beyond it | test |")]
-    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row[-1])}
-    attacks = {attack.name.removesuffix("_secret") for attack in ATTACKS} | {NAME}
-    assert attacks <= named
