@@ -23,7 +23,8 @@ from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.session import Service, Session
+from vllm_commext.proxy.session.session import Session
+from vllm_commext.proxy.session.steps import Service
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 
 logger = logging.getLogger("vllm.commext.proxy")

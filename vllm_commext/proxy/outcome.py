@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_commext.errors import CommextError
 
+SIDE = "X-Commext-Side"
 SIDE_PROXY = "proxy"
 ENGINES_LOST = "engines_lost"
 # What this host or process lacks, and no engine can help.
@@ -169,6 +170,8 @@ class Outcome:
         route = self.route
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": route.path}
         told |= {"X-Commext-Decode": route.decode}
+        if self.kind != "ok":
+            told[SIDE] = self.side
         has_prefill = route.path in (TWO_STEP, STREAMED)
         if route.placement:
             told["X-Commext-Placement"] = route.placement

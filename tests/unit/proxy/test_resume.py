@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.outcome import MIN_APART
 from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume, Room, refusal
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
-from vllm_commext.proxy.session.upstream import REPEATED_TOKENS, Repeats
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"

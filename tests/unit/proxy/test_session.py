@@ -85,6 +85,10 @@ class StoryAttempt:
     def hand_over(self, opened: Any) -> float | None:
         return None
 
+    def note_opened(self, opened: Any) -> None: ...
+
+    def note_end(self, *_: Any) -> None: ...
+
     def release(self) -> None: ...
 
     def blame(self, failure: ProxyError) -> None: ...
@@ -123,8 +127,6 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
         room=Room(ROOM_BYTES),
         metrics=metrics,
         upstream=upstream,
-        chooser=None,
-        planner=None,
         bulk=None,
     )
     request: Any = SimpleNamespace(path=CHAT, headers={})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Memory, Prefix
@@ -185,6 +186,51 @@ class Turns:
             self._timer = asyncio.get_running_loop().call_later(left, self._wake)
 
 
+REPEATED_TOKENS = 4096
+"""Of prompts that one engine computes once more at a time."""
+SECONDS_A_TOKEN = 4e-4
+"""A prompt is overtaken by shorter ones for so long a token."""
+
+
+class Repeats:
+    """Turns of the prompts that one engine computes once more, since another one was lost or
+    drains: so many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
+    first, but waits are counted against it."""
+
+    def __init__(self) -> None:
+        self._left, self._num = REPEATED_TOKENS, 0
+        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
+
+    async def take(self, tokens: int) -> int:
+        """Wait for a turn; the tokens to give back after it."""
+        tokens, self._num = min(tokens, REPEATED_TOKENS), self._num + 1
+        loop = asyncio.get_running_loop()
+        turn, due = loop.create_future(), loop.time() + tokens * SECONDS_A_TOKEN
+        heappush(self._waiting, (due, self._num, tokens, turn))
+        self._wake()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back(tokens)
+            raise
+        return tokens
+
+    def give_back(self, tokens: int) -> None:
+        self._left += tokens
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            _, _, tokens, turn = self._waiting[0]
+            if not turn.done() and tokens > self._left:
+                return
+            heappop(self._waiting)
+            if not turn.done():
+                self._left -= tokens
+                turn.set_result(None)
+
+
 @dataclass(eq=False)
 class Engine:
     """One vLLM server, unhealthy until a check has passed.
@@ -215,7 +261,7 @@ class Engine:
     load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.load)
+        self.turns, self.repeats = Turns(self.load), Repeats()
 
     @property
     def name(self) -> str:

@@ -11,12 +11,11 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.http.connections import begin, complaints, cut
-from vllm_commext.proxy.outcome import ClientGoneError, Outcome, ProxyError
+from vllm_commext.proxy.outcome import SIDE, ClientGoneError, Outcome, ProxyError
 
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
 
-SIDE = "X-Commext-Side"
 _ASKED_HEADERS = "Access-Control-Request-Headers"
 # Asked by what watches over the proxy, which has no key of a client.
 OPEN_PATHS = frozenset(("/live", "/ready", "/health", "/metrics"))

@@ -16,8 +16,6 @@ from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.session.resume import Resume
 from vllm_commext.proxy.session.transcript import Transcript
 
-MAX_MOVES = 3
-"""Streams that move at a time: the more read at once, the longer each pauses."""
 MIN_LEFT = 16
 """An answer with fewer tokens left is not moved."""
 

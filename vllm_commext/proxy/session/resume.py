@@ -9,6 +9,8 @@ from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reason
 
 MAX_RESUMES = 4
+MAX_MOVES = 3
+"""Streams that move at a time: the more read at once, the longer each pauses."""
 MAX_SHARE = 1 / 16
 
 

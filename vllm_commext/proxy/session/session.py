@@ -14,23 +14,16 @@ from typing import Any
 from aiohttp import web
 
 from vllm_commext.errors import Reason
-from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Keepers
-from vllm_commext.proxy.engines.choice import Chooser
-from vllm_commext.proxy.engines.pool import DECODE, Engine
-from vllm_commext.proxy.http.access import SIDE
-from vllm_commext.proxy.http.endpoints import answer_id
+from vllm_commext.proxy.engines.pool import DECODE
 from vllm_commext.proxy.http.intake import Intake
-from vllm_commext.proxy.outcome import ENGINES_LOST, Outcome, ProxyError, no_answer
-from vllm_commext.proxy.policy.load import Answer
-from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.outcome import ENGINES_LOST, Outcome, ProxyError
 from vllm_commext.proxy.session import move, resume
 from vllm_commext.proxy.session.move import Leaving
 from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.resume import Resume, Room
-from vllm_commext.proxy.session.steps import Asked, Attempt, Tries
+from vllm_commext.proxy.session.resume import Resume
+from vllm_commext.proxy.session.steps import Asked, Attempt, Service, Tries
 from vllm_commext.proxy.session.transcript import Transcript
-from vllm_commext.proxy.session.upstream import Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -63,32 +56,6 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 }
 
 
-class Service:
-    """What all sessions share."""
-
-    def __init__(self, upstream: Upstream, planner: Planner) -> None:
-        self.upstream, self.planner = upstream, planner
-        self.config, self.metrics = upstream.config, upstream.metrics
-        pools = {pool.role: pool for pool in (upstream.prefill_pool, upstream.decode_pool)}
-        self.chooser = Chooser(self.config.placement, planner, pools)
-        self.keepers = Keepers[Engine]()
-        self.room = Room(self.config.resume_bytes)
-        self.turns, self.bulk = asyncio.Semaphore(move.MAX_MOVES), asyncio.Lock()
-
-    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
-        """Engine that keeps the answer which *body* goes on from; None: any. Raises
-        `ProxyError`."""
-        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
-        engine = self.keepers.get(name) if isinstance(name, str) else None
-        if name is None or (engine is None and len(pool.engines) == 1):
-            return None
-        if engine is None:
-            raise no_answer(name, "this proxy knows no engine that has given it")
-        if not engine.usable or engine not in pool.members:
-            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
-        return engine
-
-
 class Session:
     """*intake* has the request's whole body. Raises `ProxyError`."""
 
@@ -100,29 +67,15 @@ class Session:
         headers: Mapping[str, str],
         outcome: Outcome,
     ) -> None:
-        config = service.config
         self._service, self._outcome = service, outcome
         self.phase = Phase.ASKED
-        self._asked = Asked(request.path, intake.body, headers, config.min_prompt_tokens)
-        if config.affinity:
-            self._asked.remember(request.headers.get(SESSION_HEADER))
-        if not self._asked.endpoint.is_split:
-            self._asked.only = service.keeper(self._asked.body)
+        self._asked = Asked(service, request, intake.body, headers)
         self._tries = Tries()
-        self._kept: Transcript | Resume = self._keep()
+        self._kept: Transcript | Resume = self._asked.kept(service)
         self._attempt: Attempt | None = None
         self._opened: Opened | None = None
         self._relay: Relay | None = None
         self._leaving: Leaving | None = None
-
-    def _keep(self) -> Transcript | Resume:
-        """A transcript for a stream that can go on elsewhere, or why it cannot."""
-        if not self._service.config.resume:
-            return Resume.OFF
-        if (refusal := resume.refusal(self._asked.path, self._asked.body)) is not None:
-            return refusal
-        transcript = Transcript(self._service.room, self._asked.body, 0)
-        return transcript.refusal or transcript
 
     @property
     def _transcript(self) -> Transcript | None:
@@ -151,10 +104,7 @@ class Session:
 
     def _next_attempt(self) -> Attempt:
         service, route = self._service, replace(self._outcome.route)
-        self._attempt = Attempt(
-            *(service.upstream, service.chooser, self._asked, self._tries, self._transcript),
-            route=route,
-        )
+        self._attempt = Attempt(service, self._asked, self._tries, self._transcript, route=route)
         return self._attempt
 
     async def _open(self) -> Opened:
@@ -195,30 +145,25 @@ class Session:
         if not self._tries.num_resumed:
             self._outcome.first_token_seconds = opened.opened_at - self._outcome.began
         if opened.response.status < 400:
-            if self._asked.endpoint.keeps and (name := answer_id(opened.first)):
-                self._service.keepers.note(name, opened.engine)
-            seconds = attempt.hand_over(opened)
-            if seconds is not None and opened.cutter is not None:
-                self._service.planner.shared.handover.add(seconds)
+            attempt.note_opened(opened)
 
     async def _answer(self, request: web.Request, opened: Opened) -> web.StreamResponse:
         outcome, service = self._outcome, self._service
-        metrics, engine, told = service.metrics, opened.engine.name, outcome.headers()
+        metrics, engine = service.metrics, opened.engine.name
         if opened.response.status >= 400:
-            told[SIDE] = DECODE
             outcome.set("engine_error", DECODE)
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         relay = self._relay = Relay(
             *(request, service.config, metrics.inter_token_seconds, self._tries.losses),
-            *(self._transcript, response_to(opened, told), service.bulk),
+            *(self._transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
             failure = await self._send_all(relay, opened)
         finally:
             outcome.is_answered = relay.has_sent_end
-            if relay.has_sent_end and self._opened is not None:
-                self._note_answer(self._opened.answer)
+            if relay.has_sent_end and self._attempt is not None and self._opened is not None:
+                self._attempt.note_end(self._opened, outcome.first_token_seconds)
             await self._stay()
         if failure is not None:
             outcome.set(failure.kind, failure.side)
@@ -245,22 +190,6 @@ class Session:
                 await relay.end_broken(opened, end.failure)
                 return end.failure
             opened = resumed
-
-    def _note_answer(self, answer: Answer | None) -> None:
-        plan = self._attempt.plan if self._attempt is not None else None
-        expected = plan.expected if plan is not None else None
-        if answer is None:
-            return
-        answer.end(time.monotonic())
-        seconds = self._outcome.first_token_seconds
-        if expected is None or self._tries.num_resumed or answer.tokens <= 1 or seconds is None:
-            return
-        metrics = self._service.metrics
-        first, each = metrics.expected_first_token, metrics.expected_per_token
-        first.labels("expected").observe(expected.first_token)
-        first.labels("real").observe(seconds)
-        each.labels("expected").observe(expected.per_token)
-        each.labels("real").observe(answer.per_token)
 
     async def _resume(self, old: Opened, failure: ProxyError) -> Opened | None:
         """Rest of a lost stream from another engine, or None, counted by reason."""

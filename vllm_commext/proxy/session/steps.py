@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_commext.proxy.engines.affinity import NO_PREFIX, prefix_of
+from aiohttp import web
+
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, SESSION_HEADER, Keepers, prefix_of
 from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.body import compacted, encode
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, price, session_of
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, answer_id, most_tokens, price, session_of
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
@@ -21,9 +23,12 @@ from vllm_commext.proxy.outcome import (
     Losses,
     ProxyError,
     Route,
+    no_answer,
 )
+from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session import streams, two_step
 from vllm_commext.proxy.session.response import Opened
+from vllm_commext.proxy.session.resume import MAX_MOVES, Resume, Room, refusal
 from vllm_commext.proxy.session.streams import Stream
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
@@ -34,21 +39,59 @@ logger = logging.getLogger("vllm.commext.proxy")
 NO_CHANGES: Mapping[str, Any] = {}
 
 
+class Service:
+    """What all requests share."""
+
+    def __init__(self, upstream: Upstream, planner: Planner) -> None:
+        self.upstream, self.planner = upstream, planner
+        self.config, self.metrics = upstream.config, upstream.metrics
+        pools = {pool.role: pool for pool in (upstream.prefill_pool, upstream.decode_pool)}
+        self.chooser = Chooser(self.config.placement, planner, pools)
+        self.keepers = Keepers[Engine]()
+        self.room = Room(self.config.resume_bytes)
+        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
+
+    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
+        """Engine that keeps the answer which *body* goes on from; None: any. Raises
+        `ProxyError`."""
+        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
+        engine = self.keepers.get(name) if isinstance(name, str) else None
+        if name is None or (engine is None and len(pool.engines) == 1):
+            return None
+        if engine is None:
+            raise no_answer(name, "this proxy knows no engine that has given it")
+        if not engine.usable or engine not in pool.members:
+            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
+        return engine
+
+
 class Asked:
     """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
     take both steps. only: the engine that has what the request goes on from."""
 
     def __init__(
-        self, path: str, body: Any, headers: Mapping[str, str], min_prompt_tokens: int
+        self, service: Service, request: web.Request, body: Any, headers: Mapping[str, str]
     ) -> None:
-        self.path, self.headers = path, headers
+        config = service.config
+        self.path, self.headers = request.path, headers
         self._body = body = two_step.checked_body(body)
         self._transcript: Transcript | None = None
-        self.endpoint = endpoint = ENDPOINTS[path]
+        self.endpoint = endpoint = ENDPOINTS[request.path]
         self.tokens, self.most = price(body), most_tokens(endpoint, body)
-        self.prefix = NO_PREFIX
-        self.local_reason = two_step.local_prefill_reason(endpoint, body, min_prompt_tokens)
-        self.only: Engine | None = None
+        self.prefix, self.only = NO_PREFIX, None if endpoint.is_split else service.keeper(body)
+        self.local_reason = two_step.local_prefill_reason(endpoint, body, config.min_prompt_tokens)
+        if config.affinity and endpoint.computes:
+            session = session_of(body, request.headers.get(SESSION_HEADER))
+            self.prefix = prefix_of(body, endpoint, session)
+
+    def kept(self, service: Service) -> Transcript | Resume:
+        """A transcript for a stream that can go on elsewhere, or why it cannot."""
+        if not service.config.resume:
+            return Resume.OFF
+        if (reason := refusal(self.path, self._body)) is not None:
+            return reason
+        transcript = Transcript(service.room, self._body, 0)
+        return transcript.refusal or transcript
 
     @property
     def body(self) -> Mapping[str, Any]:
@@ -57,11 +100,6 @@ class Asked:
     @property
     def request_id(self) -> str:
         return self.headers.get("X-Request-Id", "")
-
-    def remember(self, session: str | None) -> None:
-        """Have engines chosen by the prompt's beginning, too."""
-        if self.endpoint.computes:
-            self.prefix = prefix_of(self.body, self.endpoint, session_of(self.body, session))
 
     async def forget(self, transcript: Transcript | None) -> None:
         """Have *transcript* keep the body as far as it may be sent again."""
@@ -113,8 +151,7 @@ class Tries:
 class Attempt:
     """*transcript*: what the client has already. route: how the answer comes about."""
 
-    _upstream: Upstream
-    _chooser: Chooser
+    _service: Service
     _asked: Asked
     _tries: Tries
     _transcript: Transcript | None
@@ -131,13 +168,13 @@ class Attempt:
         self.route.path = self.route.path if is_split else DIRECT
         if not asked.endpoint.computes or asked.only is not None:
             return
-        self.plan = self._chooser.plan(
+        self.plan = self._service.chooser.plan(
             *(asked.prefix, asked.tokens, tries.prefill + tries.decode),
             may_hand_over=is_split and asked.local_reason is None,
         )
         if self.plan is not None:
             self.route.placement = self.plan.as_header()
-            self._upstream.metrics.placements.labels(self.plan.kind).inc()
+            self._service.metrics.placements.labels(self.plan.kind).inc()
 
     @property
     def local_reason(self) -> LocalPrefill | None:
@@ -148,7 +185,7 @@ class Attempt:
     async def prefill(self) -> Opened | None:
         """Have the prompt computed; the answer, if both steps were taken at once."""
         stream, prefilled = self._stream(), None
-        metrics = self._upstream.metrics
+        metrics = self._service.metrics
         try:
             prefilled = self._prefilled = await self._prefill(stream)
             if prefilled is not None:
@@ -181,6 +218,29 @@ class Attempt:
             tries.cached_tokens = None if prefilled is None else prefilled.cached_tokens
         return opened
 
+    def note_opened(self, opened: Opened) -> None:
+        service = self._service
+        if self._asked.endpoint.keeps and (name := answer_id(opened.first)):
+            service.keepers.note(name, opened.engine)
+        seconds = self.hand_over(opened)
+        if seconds is not None and opened.cutter is not None:
+            service.planner.shared.handover.add(seconds)
+
+    def note_end(self, opened: Opened, first_token_seconds: float | None) -> None:
+        """Note how a whole answer came, and how it was expected to come."""
+        answer, expected = opened.answer, self.plan.expected if self.plan is not None else None
+        if answer is None:
+            return
+        answer.end(time.monotonic())
+        is_timed = answer.tokens > 1 and not self._tries.num_resumed
+        if expected is not None and first_token_seconds is not None and is_timed:
+            metrics = self._service.metrics
+            first, each = metrics.expected_first_token, metrics.expected_per_token
+            first.labels("expected").observe(expected.first_token)
+            first.labels("real").observe(first_token_seconds)
+            each.labels("expected").observe(expected.per_token)
+            each.labels("real").observe(answer.per_token)
+
     def hand_over(self, opened: Opened) -> float | None:
         """Give the prefill's KV cache to the engine that answers; the seconds that passed since it
         was computed, or None if none was."""
@@ -201,7 +261,7 @@ class Attempt:
             return
         if prefilled.job is not None:
             prefilled.job.read()
-        self._upstream.releases.add(prefilled.key)
+        self._service.upstream.releases.add(prefilled.key)
         if not prefilled.key.value:
             logger.warning(
                 "request %s ended before a decode engine answered: unless one has read them, "
@@ -211,19 +271,19 @@ class Attempt:
 
     def blame(self, error: ProxyError) -> None:
         """Leave the next attempt to others: a load fails because of either side."""
-        self._tries.blame(error, self._upstream.decode_pool.engines)
+        self._tries.blame(error, self._service.upstream.decode_pool.engines)
         if self._source is not None:
             self._tries.prefill.append(self._source)
 
     def _has_reader(self, source: Engine) -> bool:
-        urls = {one.url for one in self._upstream.decode_pool.engines if one.usable}
+        urls = {one.url for one in self._service.upstream.decode_pool.engines if one.usable}
         return urls != {source.url}
 
     def _avoided(self) -> list[Engine]:
         """Decode engines to ask last: those that failed, and the prefill engine itself, which
         cannot read from itself while it changes its role."""
         source, tries = self._source.url if self._source else None, self._tries
-        itself = [one for one in self._upstream.decode_pool.engines if one.url == source]
+        itself = [one for one in self._service.upstream.decode_pool.engines if one.url == source]
         left = [tries.answered_by] if tries.answered_by is not None else []
         return tries.decode + itself + left
 
@@ -239,7 +299,7 @@ class Attempt:
         if (transcript := self._transcript) is not None:
             edit = without_prompt if transcript.hides_ids else payload.edit
             payload = replace(payload, body=transcript.asking(payload.body), edit=edit)
-        return await self._upstream.decode(payload, avoided, self.route)
+        return await self._service.upstream.decode(payload, avoided, self.route)
 
     def _stream(self) -> Stream:
         async def ask(payload: Payload, source: Engine) -> Opened:
@@ -248,8 +308,8 @@ class Attempt:
                 raise ProxyError(503, "no_engine", message, side=DECODE, can_restart=True)
             return await self._decode(payload, [*self._tries.decode, source])
 
-        usable = [one for one in self._upstream.decode_pool.engines if one.usable]
-        mode, body = self._upstream.config.stream_chunks, self._asked.body
+        usable = [one for one in self._service.upstream.decode_pool.engines if one.usable]
+        mode, body = self._service.config.stream_chunks, self._asked.body
         refusal = streams.refusal(mode, body, usable)
         if self._tries.is_again and refusal != AtOnce.OFF:
             refusal = AtOnce.AGAIN
@@ -275,7 +335,7 @@ class Attempt:
             body, failed = two_step.prefill_body(self._asked.body), self._tries.prefill
             payload = self._payload(body, is_stream=False)
             try:
-                prefilled = await self._upstream.prefill(payload, failed, stream)
+                prefilled = await self._service.upstream.prefill(payload, failed, stream)
             except ProxyError as error:
                 is_final = error.kind in (ENGINES_LOST, "overloaded")
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
@@ -294,5 +354,5 @@ class Attempt:
                     "%s returned no kv_transfer_params; has it a KV connector as producer?",
                     prefilled.engine.name,
                 )
-        self._upstream.metrics.local_prefills.labels(reason).inc()
+        self._service.metrics.local_prefills.labels(reason).inc()
         return None

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import aiohttp
 
@@ -46,10 +44,6 @@ _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
-REPEATED_TOKENS = 4096
-"""Of prompts that one engine computes once more at a time."""
-SECONDS_A_TOKEN = 4e-4
-"""A prompt is overtaken by shorter ones for so long a token."""
 
 
 @dataclass(frozen=True)
@@ -145,45 +139,6 @@ def _bound_socket(response: aiohttp.ClientResponse) -> None:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES // 4)
 
 
-class Repeats:
-    """Turns of the prompts that one engine computes once more, since another one was lost or
-    drains: so many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
-    first, but waits are counted against it."""
-
-    def __init__(self) -> None:
-        self._left, self._num = REPEATED_TOKENS, 0
-        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
-
-    async def take(self, tokens: int) -> int:
-        """Wait for a turn; the tokens to give back after it."""
-        tokens, self._num = min(tokens, REPEATED_TOKENS), self._num + 1
-        loop = asyncio.get_running_loop()
-        turn, due = loop.create_future(), loop.time() + tokens * SECONDS_A_TOKEN
-        heappush(self._waiting, (due, self._num, tokens, turn))
-        self._wake()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.give_back(tokens)
-            raise
-        return tokens
-
-    def give_back(self, tokens: int) -> None:
-        self._left += tokens
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            _, _, tokens, turn = self._waiting[0]
-            if not turn.done() and tokens > self._left:
-                return
-            heappop(self._waiting)
-            if not turn.done():
-                self._left -= tokens
-                turn.set_result(None)
-
-
 @dataclass(eq=False)
 class Upstream:
     _session: aiohttp.ClientSession
@@ -198,7 +153,6 @@ class Upstream:
 
         self.releases = Releases(self._post_release, note)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
-        self._repeats = WeakKeyDictionary[Engine, Repeats]()
 
     async def prefill(
         self, payload: Payload, failed: Sequence[Engine], stream: Stream
@@ -342,7 +296,7 @@ class Upstream:
     ) -> AsyncIterator[None]:
         """Wait until *engine* may compute a prompt, and hold up others that are repeated until it
         has."""
-        tokens, repeats = payload.tokens - held, self._repeats.setdefault(engine, Repeats())
+        tokens, repeats = payload.tokens - held, engine.repeats
         is_repeated = payload.is_again and payload.computes
         if is_repeated:
             seconds = self.config.prefill_timeout_seconds
