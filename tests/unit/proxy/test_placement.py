@@ -91,6 +91,13 @@ def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
     assert load.recent.share < busy / 5
 
 
+def test_two_requests_may_come_at_the_same_time() -> None:
+    load = planner().new_load()
+    load.ask(4000, 0, 0.0)
+    load.look(1e-300)
+    assert load.recent.share == pytest.approx(1.0)
+
+
 def test_an_engine_that_is_new_is_known_by_what_it_has_done_so_far() -> None:
     load = planner().new_load()
     load.look(NOW)

@@ -229,9 +229,9 @@ class Recent:
         """Bring the share up to now, before something changes."""
         past, self._until = now - self._until, max(now, self._until)
         if past > 0.0 and has_work:
-            kept = math.exp(-past / RECENT_SECONDS)
-            self._known = self._known * kept + 1.0 - kept
-            new = (1.0 - kept) / self._known
+            new = -math.expm1(-past / RECENT_SECONDS)
+            self._known += new * (1.0 - self._known)
+            new /= self._known
             self.share = self.share * (1.0 - new) + (new if has_prompts else 0.0)
 
     def pace(self, step: float) -> float:

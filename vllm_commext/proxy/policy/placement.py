@@ -24,6 +24,9 @@ ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth."""
 HOPE = 0.9
 """Share of answers in time where a token takes just the limit."""
+GIVEN_UP = 1.25
+"""Steps of so many limits: where no engine keeps the limit, one more answer costs nothing there, so
+that the others get well."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 
@@ -141,6 +144,7 @@ class Planner:
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
         tpot, handover = self.shared.limits.tpot, self.shared.handover.value
+        are_late = all(at.pace >= tpot for at in targets)
         options: list[_Option] = []
 
         def add(source: _Costs, at: _Costs, first: float, late: float, wait: float) -> None:
@@ -148,8 +152,9 @@ class Planner:
                 (at.handed if late == second else self._share_in_time(at, late)) if tpot else 1.0
             )
             misses = source.num_put_off + 1.0 - (in_time if first <= limit else 0.0)
-            if tpot and at.slower >= tpot:
-                misses += 1.0  # all are late there, for as long as there is one too many
+            if tpot and at.slower >= tpot:  # all are late for as long as there is one too many
+                left = (GIVEN_UP - at.slower / tpot) / (GIVEN_UP - 1.0) if are_late else 1.0
+                misses += max(0.0, left)
             seconds = at.seconds + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
             cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
