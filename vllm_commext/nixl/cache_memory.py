@@ -22,11 +22,7 @@ _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Host memory of the size and form of a worker's cache.
-
-    Attributes:
-        views: a tensor a layer, of the shape, strides and dtype of the layer's cache.
-    """
+    """Host memory of the size and form of a worker's cache."""
 
     def __init__(
         self, caches: Mapping[str, torch.Tensor], num_blocks: int, layers: Sequence[Sequence[str]]
@@ -63,7 +59,6 @@ class HostBuffer:
                 )
 
     def _rows(self, block_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """First-dimension indices of blocks, each of which is several neighbouring ones."""
         rows_per_block = num_rows // self._num_blocks
         first = torch.tensor(block_ids, dtype=torch.int64)[:, None] * rows_per_block
         return (first + torch.arange(rows_per_block)).flatten()
@@ -82,11 +77,7 @@ def _view(memory: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 
 class LastBlocks:
-    """A worker's attention caches, block by block.
-
-    Args:
-        caches: layer name to its cache ``[rows, ...]``, as many rows a block in each.
-    """
+    """A worker's attention caches, block by block."""
 
     def __init__(
         self,

@@ -113,11 +113,7 @@ _ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+))
 def parse_config(
     extra: Mapping[str, Any], *, default_host: str, default_port: int
 ) -> ConnectorConfig:
-    """Read ``kv_connector_extra_config``.
-
-    Raises:
-        ConfigError: a key is unknown or gone, or a value is not of its key's type or range.
-    """
+    """Read ``kv_connector_extra_config``; raises ConfigError."""
     for key in sorted(set(extra) & set(GONE)):
         raise ConfigError(f"kv_connector_extra_config[{key!r}] is gone: {GONE[key]}")
     unknown = sorted(set(extra) - set(KNOWN_KEYS))

@@ -137,7 +137,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def _sampler_of(
         vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
     ) -> Sampler:
-        """First tokens are not handed over where this vLLM cannot send them."""
         if fits.why_not("nixl first token"):
             return Sampler(refusal=FirstToken.ENGINE)
         from vllm_commext.compat.first_token import sampler_of
@@ -217,7 +216,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Learn of the pool that blocks come from."""
         self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -307,7 +305,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.save(metadata_of(self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests that were sent, received and have failed since the last call."""
         outcomes = self.worker_side.take_outcomes()
         return KVConnectorTransferResults(
             finished_sending=outcomes.sent,

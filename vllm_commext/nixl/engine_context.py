@@ -27,8 +27,6 @@ class Streaming:
     """An engine's chunk streaming.
 
     Attributes:
-        refusal: why it streams nothing, None if it does.
-        max_tokens: of the longest prompt.
         chunk_tokens: tokens that a step computes at most.
     """
 
@@ -66,8 +64,6 @@ class Reusing:
     """An engine's reuse of blocks across engines.
 
     Attributes:
-        refusal: why it does nothing of it, None if it does.
-        max_blocks: blocks of the longest prompt.
         configuration: gives the digest of the facts on which engines must agree.
     """
 
@@ -95,11 +91,7 @@ class EngineContext:
 
     Attributes:
         groups: the cache's groups, in the order of a request's lists of blocks.
-        produces: its role lets it prefill for others.
-        consumes: its role lets it decode for others.
         saves: peers read from a copy of the cache on the host, which must be kept up to date.
-        incarnation: differs at every start of it.
-        fence_key: what the fences' nonces follow from.
     """
 
     engine_id: str
@@ -122,11 +114,8 @@ class EngineContext:
 
     @cached_property
     def secret(self) -> bytes | None:
-        """Seals parameters and proves side channels; None without a secret file.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Seals parameters and proves side channels; None without a secret file; raises
+        ConfigError."""
         return read_secret(self.config.side_channel_secret_file)
 
     @cached_property

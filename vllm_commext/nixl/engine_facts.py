@@ -48,11 +48,7 @@ _NUM_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 def check_supported(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> None:
-    """Refuse what this version cannot transfer.
-
-    Raises:
-        UnsupportedError: names the setting and what to do.
-    """
+    """Refuse what this version cannot transfer; raises UnsupportedError."""
     for name, size in context_parallel_sizes(vllm_config).items():
         if size > 1:
             raise UnsupportedError(
@@ -100,7 +96,6 @@ def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
-    """Refuse what would change the cache's memory, or the meaning of a prompt, unnoticed."""
     model = vllm_config.model_config
     if getattr(model, "enable_sleep_mode", False):
         raise UnsupportedError(
@@ -240,7 +235,6 @@ def _num_groups(config: Any) -> int | None:
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """Everything that changes the meaning of the cache's bytes, name to value."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     facts = {
@@ -292,7 +286,6 @@ def _dtype(spec: KVCacheSpec) -> Any:
 
 
 def _draft_kv_cache(vllm_config: VllmConfig) -> str:
-    """Name the draft model whose layers are in the cache; the number of guesses changes none."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_KV:
         return "none"

@@ -84,7 +84,6 @@ class Sampler:
     """An engine's influence on first tokens beside the prompt and a request's parameters.
 
     Attributes:
-        digest: of the engine's facts, hexadecimal.
         refusal: why this engine computes all first tokens, None to look at each request.
     """
 
@@ -98,7 +97,6 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def refusal_of(own: Sampler, request: Request) -> FirstToken | None:
-    """The reason to compute a first token here whatever is handed over; None if there is none."""
     return own.refusal or _reason(request)
 
 
@@ -125,7 +123,6 @@ def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -
 
 
 def _reason(request: Request) -> FirstToken | None:
-    """The reason if the first token follows from more than is compared, else None."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return FirstToken.PROMPT
     if request.mm_features or request.resumable:
@@ -140,7 +137,6 @@ def _reason(request: Request) -> FirstToken | None:
 
 
 def _unusual(params: Any) -> list[str]:
-    """Names of the parameters that are not at their defaults and not known to have no effect."""
     return [
         field.name
         for field in msgspec.structs.fields(params)
@@ -158,7 +154,6 @@ def _is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
 
 
 def _drawn_by(own: Sampler, params: Any) -> str:
-    """The parameters that a token is drawn by, as text to compare."""
     if params.temperature == 0:
         return f"{own.digest} {GREEDY}"
     values = (f"{name}={getattr(params, name)!r}" for name in _DRAWN_BY)

@@ -115,7 +115,6 @@ class _Adapter:
             self._error = f"its files cannot be read ({error})"
 
     def note_loaded(self, seconds: float) -> None:
-        """The workers have loaded it; wait so long for its digest."""
         if self._reading is None:
             self._begin()
         assert self._reading is not None
@@ -126,11 +125,7 @@ class _Adapter:
         return stats_of(self._folder, (ADAPTER_CONFIG, *ADAPTER_WEIGHTS))
 
     def digest_for(self, lora: LoRARequest) -> str:
-        """The digest of what the workers compute a request with.
-
-        Raises:
-            UnsupportedError: it is not known; says why.
-        """
+        """The digest of what the workers compute a request with; raises UnsupportedError."""
         if not self._is_loaded:
             raise UnsupportedError("its load has failed, or goes on")
         if lora.load_inplace or (lora.lora_name, lora.lora_path) != (self.name, self.path):
@@ -147,9 +142,6 @@ class Adapters:
     """LoRA adapters of one engine, by their number there.
 
     Attributes: ``is_told``: the engine tells of each load; else no content is known.
-
-    Args:
-        settings: of the engine, which change what it makes of an adapter.
     """
 
     def __init__(self, settings: str = "") -> None:
@@ -238,7 +230,6 @@ class Identity:
 
 
 def _checkpoint_of(method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The path and files of the checkpoint that a call loads; "" for any other call."""
     iterator, path = [*args, None, None][:2]
     path = kwargs.get("weights_path", path)
     if method != RELOAD or not isinstance(path, str) or kwargs.get("weights_iterator", iterator):
@@ -293,11 +284,7 @@ class PromptMatch:
         return request.num_prompt_tokens - (1 if self._leaves_last_token else 0)
 
     def num_tokens(self, request: Request, remote: RemoteRequest) -> int:
-        """Prompt tokens that the load brings.
-
-        Raises:
-            ProtocolError: the state is that after more tokens than can be used.
-        """
+        """Prompt tokens that the load brings; raises ProtocolError."""
         most = self.most_tokens(request)
         if self._has_state and remote.num_tokens > most:
             raise ProtocolError(

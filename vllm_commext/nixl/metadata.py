@@ -29,12 +29,10 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step.
 
     Attributes:
-        loads: blocks to read or to release.
         waits: requests whose blocks must be kept by their prefill engines until their loads begin.
         holds: finished prefills whose blocks wait for readers.
         saves: blocks, a list a group, to be copied to the host at the end of the step; used where
             peers read from a copy there.
-        restarts: such prompts whose blocks were taken away before the step.
         fence_key: what the fences' nonces follow from, in the engine's first step only, so that all
             workers have it before a prefill has finished; see ``fence``.
         wakeup: the address that workers notify when a transfer has ended, in the engine's first
@@ -60,7 +58,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, once a step where there is something to say.
 
     Attributes:
-        late: loads past their deadline on at least one worker.
         settled: given-up loads, each with the number of workers on which nothing of it is under
             way.
         unread: failed loads of which vLLM is not told, see ``Load.recomputes``.

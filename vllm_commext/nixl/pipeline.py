@@ -17,7 +17,6 @@ class Stage(msgspec.Struct, frozen=True):
     """The message of one stage's worker to those of the others.
 
     Attributes:
-        names: its layers that have a cache.
         splits: every way in which something is dealt out to its tensor-parallel ranks.
     """
 
@@ -37,7 +36,6 @@ class Pipeline:
     """A worker's place among the stages of its engine.
 
     Attributes:
-        index: this worker's stage.
         gather: all-gathers bytes over the same rank of each stage, in their order.
     """
 
@@ -46,11 +44,7 @@ class Pipeline:
     gather: Callable[[bytes], list[bytes]] = _alone
 
     def check_caches(self, num_caches: int) -> None:
-        """Refuse a stage that has nothing to be read.
-
-        Raises:
-            UnsupportedError: none of its layers has a cache.
-        """
+        """Refuse a stage that has nothing to be read; raises UnsupportedError."""
         if not num_caches:
             raise UnsupportedError(
                 f"expected layers with a KV cache in each of {self.size} pipeline stages, got none "

@@ -57,10 +57,7 @@ class NoReuse(Reason):
         "diffusion",
         "an answer may come of a last denoising step, whose KV no pass has computed anew",
     )
-    POOL = (
-        "pool",
-        "this vLLM's block pool does not tell when a block is used again",
-    )
+    POOL = ("pool", "this vLLM's block pool does not tell when a block is used again")
     STEPS = (
         "steps",
         "the engine's step is left as it is, so that failed reads could not be computed here",

@@ -31,9 +31,7 @@ class RemoteRequest:
     """A finished prefill, as its engine's request parameters describe it, or one that goes on.
 
     Attributes:
-        incarnation: its start, "" where the parameters do not say.
         block_ids: its blocks there, a list a group; the last one of each holds the last token.
-        num_tokens: tokens whose KV the blocks hold.
         fence_slot: slot of its fence, -1 where the parameters do not say.
         fence_nonce: what stands in the slot as long as the blocks are held.
         stream_row: where its progress stands, as it is read while it is computed and its
@@ -72,9 +70,7 @@ class Load:
     """One request's blocks to be read.
 
     Attributes:
-        remote: where the blocks are; None where the parameters could not be read.
         blocks: this engine's blocks to be filled, an entry a group; empty where nothing is missing.
-        num_tokens: tokens whose KV is wanted, counted from the prompt's first.
         awaited: the scheduler waits for the outcome; otherwise the blocks are only released.
         refusal: why the load must fail without being tried, "" to try it.
         recomputes: a failure is the scheduler side's, which may have the request computed whatever
@@ -131,8 +127,6 @@ class Chunk:
     """The part of a streamed prompt that a step computes.
 
     Attributes:
-        listed: blocks that the step adds.
-        num_tokens: tokens of the prompt that are computed after it.
         begins: the prompt gets its row with this step.
     """
 
@@ -158,9 +152,7 @@ class Outcomes:
     """Request ids whose transfers ended on a worker since the last call.
 
     Attributes:
-        failed: the part of ``received`` that did not end well.
         late: loads past their deadline that are still under way.
-        settled: formerly late loads that are under way no longer.
     """
 
     sent: set[str] = field(default_factory=set)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 class SchedulerSide:
     """One engine's requests, as the connector sees them.
 
-    Attributes:
-        prompts: requests whose prompts other engines have.
-
     Raises:
         ConfigError: the side channel's secret cannot be read.
     """
@@ -48,18 +45,12 @@ class SchedulerSide:
         self._log = RateLimitedLog()
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """Learn of the pool, so that blocks of late loads can be kept out of use, and others
-        offered until they are used again."""
         self.prompts.quarantine.bind(block_pool)
         self._reuse.bind(block_pool)
 
     def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """Serve the workers' descriptions; ``metadata`` is keyed by (pipeline rank, tensor rank).
-
-        Raises:
-            ConfigError: the side channel's address cannot be bound, or the descriptions are those
-                of another connector.
-        """
+        """Serve the workers' descriptions; ``metadata`` is keyed by (pipeline rank, tensor rank);
+        raises ConfigError."""
         engine = self.engine
         workers = {
             worker_number(stage, Rank(engine.tp_size, rank)): worker
@@ -131,8 +122,6 @@ class SchedulerSide:
         return self._prefills.finish(request, block_ids, is_computed=not is_unread)
 
     def forget_computed(self) -> None:
-        """Weights or caches have changed: nothing counts that was computed before, here or for
-        requests that are here."""
         self.prompts.forget_computed()
         self._prefills.release_all()
         self._prefills.forget_computed(lambda _: True)
@@ -173,7 +162,6 @@ class SchedulerSide:
         return self.prompts.is_at_rest and not (self.has_news() or self._prefills.num_held > 0)
 
     def take_stats(self) -> dict[str, Any] | None:
-        """See ``recorder.empty_data``; the gauges are those of the whole engine."""
         recorder = self.engine.recorder
         if self._server is not None:
             recorder.count(side_channel_rejects=self._server.take_refused())
@@ -194,7 +182,6 @@ class SchedulerSide:
         return taken
 
     def has_news(self) -> bool:
-        """True if the next step brings the workers something."""
         return self.engine.step != StepMetadata()
 
     def is_loading(self, request_id: str) -> bool:

@@ -74,10 +74,7 @@ Command = Load | Wait | Hold | Release | GiveUp | Look | Renew
 class TransferThread:
     """Runs one worker's transfers.
 
-    Attributes: ``outcomes``: what has ended.
-
     Args:
-        agent: the agent with the worker's memory registered; the thread owns it from ``start`` on.
         on_start: called once in the thread, before anything else (selects the GPU).
         publisher: says what has been computed of prompts that are read meanwhile; None where none
             are.
@@ -155,7 +152,6 @@ class TransferThread:
             self._guard("ucx log", ucx_log.flush, lost=None)
 
     def _guard(self, what: str, step: Callable[[], T], lost: T) -> T:
-        """Run a step that must not end the thread; ``lost`` where it raises."""
         try:
             return step()
         except Exception:  # noqa: BLE001 the thread outlives any fault; logged with its trace
@@ -170,7 +166,6 @@ class TransferThread:
             self._recorder.gauges(self._source, self._loader.gauges())
 
     def _wait_under_way(self, progressed: bool) -> float | None:
-        """Until the next look at what is under way; None where nothing is."""
         if self._loader.num_reads:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS

@@ -71,10 +71,8 @@ class ModelFacts:
     """Facts that the cache's specifications leave out.
 
     Attributes:
-        num_kv_heads: KV heads of the whole model.
         num_groups: groups of the B and C projections in the whole model, None where the model does
             not say.
-        conv_dim_first: convolution states keep channels first.
     """
 
     rank: Rank

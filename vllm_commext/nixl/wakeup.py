@@ -30,7 +30,6 @@ class Wakeup:
         return self._fd
 
     def notify(self) -> None:
-        """Wake the thread up; after `close` there is nobody to wake."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
@@ -95,7 +94,6 @@ class WakeupSocket:
         return self._num_seen != num_seen
 
     def notify(self) -> None:
-        """Wake the engine up from a thread of this process."""
         self._num_notifications += 1
         sleeper = self._sleeper
         if sleeper is not None:
@@ -114,7 +112,6 @@ class WakeupSocket:
         self._socket.close()
 
     def _bind(self) -> str:
-        """Listen in a new folder, which nobody else can enter."""
         folder = tempfile.mkdtemp(prefix="commext-")
         if len(os.fsencode(folder)) + 1 + len(_NAME) > _MAX_PATH_BYTES:
             os.rmdir(folder)

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 
 def device_of(caches: Collection[torch.Tensor]) -> torch.device:
-    """The device that all cache tensors are on.
-
-    Raises:
-        UnsupportedError: they are on several.
-    """
+    """The device that all cache tensors are on; raises UnsupportedError."""
     devices = {cache.device for cache in caches}
     if len(devices) != 1:
         raise UnsupportedError(
@@ -54,7 +50,6 @@ def memory_type(device: torch.device) -> str:
 
 
 def allocations(caches: Collection[torch.Tensor]) -> list[tuple[int, int]]:
-    """``(address, bytes)`` of each allocation that holds cache tensors."""
     storages = [cache.untyped_storage() for cache in caches]
     return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
@@ -63,8 +58,6 @@ class WorkerSide:
     """One worker's transfers, as the model runner sees them.
 
     Args:
-        keeps_host_copy: peers read from a copy of the cache in host memory.
-        pipeline: this worker's place among the engine's stages.
         stream_pieces: of a row of block ids, where prompts are read while they are computed, see
             ``stream.progress``; 0 where they are not.
         max_reuse_blocks: blocks of the longest prompt, where blocks of finished requests are reused
@@ -172,7 +165,6 @@ class WorkerSide:
         )
 
     def prepare_step(self, step: StepMetadata) -> None:
-        """Before a step's kernels are launched: tell readers of prompts that were preempted."""
         if self._publisher is not None:
             self._publisher.prepare(step.chunks, step.restarts)
 

@@ -70,7 +70,6 @@ class LocalWorker:
     Attributes:
         other_splits: ways in which something is dealt out to the ranks of other pipeline stages.
         mapper: opens the memory of workers on this host, None where everything is read by NIXL.
-        tables: what it has beside its cache that peers read, registered.
     """
 
     engine_id: str
@@ -93,11 +92,8 @@ class LocalWorker:
         return self.layout.splits() | self.other_splits
 
     def check_sources(self, tp_size: int) -> None:
-        """Refuse a prefill engine whose ranks hold different numbers of something.
-
-        Raises:
-            UnsupportedError: says of what.
-        """
+        """Refuse a prefill engine whose ranks hold different numbers of something; raises
+        UnsupportedError."""
         for split in self.splits:
             check_even(split, tp_size, "the prefill engine's ranks")
 
@@ -121,18 +117,14 @@ class Link(Counted):
     """A connection to a prefill worker that can be read from; made with one user.
 
     Attributes:
-        key: engine id, host, port and worker number it was asked under.
-        reader: reads its cache by NIXL.
         mapped: reads it through a mapping, None where it has none; see ``reader_of``.
         tables: those of its tables that this worker has, too, by name.
         lease_seconds: how long it keeps blocks after the last sign of a reader, 0 where it takes no
             heartbeats.
         held: gives back what of NIXL's it uses, the last made first.
         num_users: who may still use it: its peer while it is its peer's link, and each read.
-        retired: not to be used for further reads.
         closed: its engine does not answer, so that reads under way have no prospect.
         num_bytes: bytes of the reads under way that are not late.
-        num_bytes_done: bytes of the reads that have ended.
         progressed: when a piece of a read last ended, in seconds of ``time.perf_counter``.
     """
 
@@ -161,7 +153,6 @@ class Link(Counted):
         return incarnation in ("", self.incarnation)
 
     def reader_of(self, pairs: Pairs) -> Reader:
-        """Choose the reader that is fastest for these descriptors."""
         if self.mapped is not None and self.mapped.suits(pairs):
             return self.mapped
         return self.reader
@@ -171,11 +162,7 @@ class Link(Counted):
 
 
 class Links:
-    """Makes the connections to peers.  Owned by one thread.
-
-    Args:
-        on_removal: called when NIXL was told to forget a peer.
-    """
+    """Makes the connections to peers.  Owned by one thread."""
 
     def __init__(
         self, agent: NixlAgent, local: LocalWorker, on_removal: Callable[[], None]
@@ -198,11 +185,8 @@ class Links:
         return len(self._existing()) - len(self.live())
 
     def reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted:
-        """The name of a worker's agent, for notifications; its user has to drop it.
-
-        Raises:
-            Exception: NIXL cannot use the description.
-        """
+        """The name of a worker's agent, for notifications; its user has to drop it; raises what
+        NIXL does."""
         name = self._agent.add_peer(described.agent_metadata)
         if self._names.get(key) != name:
             self.forget(self._names.get(key, ""))  # of a start of the engine that is over
@@ -227,11 +211,7 @@ class Links:
     def connect(
         self, key: PeerKey, incarnation: str, described: WorkerDescription, plan: ReadPlan
     ) -> Link:
-        """Connect to a worker that has described itself.
-
-        Raises:
-            Exception: NIXL cannot use the description; nothing of it is kept then.
-        """
+        """Connect to a worker that has described itself; raises what NIXL does."""
         with ExitStack() as held:
             name = self._hold(self.reach(key, described), held)
             reader = self._reader(name, described, plan, held)

@@ -71,12 +71,8 @@ class LoadState:
     Attributes:
         answer: where the blocks are, or why they cannot be read; None before that is known, after
             the load is planned, and for nothing to read.
-        first_token: the prefill engine's, once it is ready.
-        arrived: when the request came in, in monotonic seconds, None where its load is not timed.
         is_void: what other engines have computed for it counts no more.
         num_missing: those of them that the workers fill.
-        num_unsettled: workers that may still fill blocks of a late load.
-        failure: why the load has failed on a worker, "" for none.
         num_read: of the prompt's first tokens, how many a failed load has brought on all workers.
         is_unread: the load has failed, and vLLM is not told of it.
     """
@@ -112,11 +108,7 @@ class LoadState:
 
     @property
     def params(self) -> TransferParams:
-        """A prefill engine's answer, until the plan.
-
-        Raises:
-            CommextError: it cannot be read.
-        """
+        """A prefill engine's answer, until the plan; raises CommextError."""
         if isinstance(self.answer, CommextError):
             raise self.answer
         assert isinstance(self.answer, TransferParams)

@@ -34,9 +34,6 @@ the interpreter."""
 class Loader:
     """Runs one worker's loads.  Owned by one thread.
 
-    Attributes:
-        streams: parts that are read while their prompts are computed.
-
     Args:
         probe: given the first peer that is reached, measures how fast it is read, in turns.
     """
@@ -70,7 +67,6 @@ class Loader:
 
     @property
     def has_duties(self) -> bool:
-        """True if releases, heartbeats or sweeps will be due although nothing is under way."""
         is_kept = len(self.uses) > 0 or len(self.uses.keep_alive.watched) > 0
         is_known = not len(self._preconnect) and self._probing is None
         return is_kept or not is_known or self._peers.has_sweeps_due
@@ -114,7 +110,6 @@ class Loader:
         self._serve(peer)
 
     def _serve_waiting(self) -> None:
-        """Peers that parts wait for: there may be room now, or they may have come into doubt."""
         for peer in self._peers.waiting():
             try:
                 if peer.ready_link is None:
@@ -171,7 +166,6 @@ class Loader:
             link.drop()
 
     def _serve(self, peer: Peer) -> None:
-        """Read what waits for a peer, first come, first served, as far as there is room."""
         while peer.waiting and (link := peer.ready_link) is not None:
             part = peer.waiting.popleft()
             try:
@@ -211,7 +205,6 @@ class Loader:
         return True
 
     def _read_streams(self) -> None:
-        """Look how far prompts are, and read what has been computed, as far as there is room."""
         for cursor in self.streams.due():
             part, link = cursor.part, cursor.link
             try:
@@ -286,7 +279,6 @@ class Loader:
             self.uses.close(read.part, end.failure)
 
     def _note_late(self) -> None:
-        """Have what is late taken out of use, and fail what has waited behind it."""
         for read in self._reads.take_late():
             use = read.part.use
             self._peers.doubt(read.link, broken=False)

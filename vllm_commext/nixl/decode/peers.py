@@ -51,11 +51,9 @@ class Peer:
     """One prefill worker.
 
     Attributes:
-        channel: asks it; stays open afterwards, as the connection closes with the peer's process.
         link: the connection to read from; kept while suspect, until it is known to have ended.
         reach: of a peer that does not fit, the name of its agent, so that it can be told that its
             blocks will not be read.
-        asked: when it was asked last, in seconds of ``time.monotonic``, as all times here.
         waiting: parts of loads that wait for it to be ready, or for room among its reads; first
             come, first served.
         releases: remote requests that it is to be released from as soon as it is ready.
@@ -91,7 +89,6 @@ class Peer:
         return self.state != PeerState.HANDSHAKING and not is_wanted
 
     def doubt(self) -> None:
-        """Its memory may not be there any more."""
         if self.state == PeerState.READY:
             self.state = PeerState.SUSPECT
 
@@ -167,11 +164,7 @@ class PeerTable:
         return peer.ready_link if peer.ready_link.serves(incarnation) else None
 
     def prepare(self, key: PeerKey, incarnation: str = "") -> Peer:
-        """A peer that is ready, or that has been asked for its description.
-
-        Raises:
-            CommextError: it cannot be asked, or could not be a moment ago.
-        """
+        """A peer that is ready, or that has been asked for its description; raises CommextError."""
         if self.find(key, incarnation) is None:
             return self._need(key, incarnation)
         return self._peers[key]
@@ -195,8 +188,6 @@ class PeerTable:
         return ended
 
     def doubt(self, link: Link, *, broken: bool) -> None:
-        """A read failed (``broken``: the link is not used again) or is late: ask the peer before
-        the next one."""
         peer = self._peers.get(link.key)
         if peer is not None and peer.link is link:
             peer.doubt()
@@ -226,18 +217,13 @@ class PeerTable:
             self._retire(peer)
 
     def _need(self, key: PeerKey, incarnation: str) -> Peer:
-        """A peer that is being asked.
-
-        Raises:
-            CommextError: it cannot be asked, or was in vain and its time has not come again.  A
-                request of a start of its engine that was not yet asked for shows that it is back.
-        """
+        """A peer that is being asked; raises CommextError."""
         now = time.monotonic()
         peer = self._peers.get(key) or self._add(key)
         peer.last_used = now
         if peer.state == PeerState.HANDSHAKING:
             return peer
-        if incarnation not in ("", peer.wanted_incarnation):
+        if incarnation not in ("", peer.wanted_incarnation):  # its engine is back
             peer.channel.retry_at = now
         peer.channel.close()
         peer.channel.ask(
@@ -328,7 +314,6 @@ class PeerTable:
             return None
 
     def _close_links(self, peer: Peer, *, has_ended: bool) -> None:
-        """The engine that it was connected to does not answer, or its process has ended."""
         peer.link = None
         self._links.close(peer.key, has_ended=has_ended)
 
@@ -378,5 +363,4 @@ class PeerTable:
 
 
 def _may_live(error: CommextError) -> bool:
-    """True if a peer that fails so may only be silent or out of reach for a while."""
     return not isinstance(error, ProtocolError)

@@ -36,12 +36,7 @@ class PostingError(Exception):
 @dataclass(frozen=True)
 class Proof:
     """Records of a prefill worker's that change before the blocks do, and are read after them: if
-    they are as expected, the blocks were the request's all the while.
-
-    Attributes:
-        expected: a word for each.
-        refutation: what others mean.
-    """
+    they are as expected, the blocks were the request's all the while."""
 
     table: RemoteTable
     records: Sequence[int]
@@ -54,12 +49,7 @@ class Proof:
 
 def proof_of(part: Part, link: Link) -> Proof | None:
     """Proof by the nonce of the request's fence, or by generations of blocks that are not kept;
-    None if the fence is not known.
-
-    Raises:
-        ProtocolError: the fence's slot is none of the peer's, its worker has no generations, or
-            they are not one a block.
-    """
+    None if the fence is not known; raises ProtocolError."""
     remote, table = part.remote, link.tables.get(FENCES if part.remote.is_kept else GENERATIONS)
     if not remote.is_kept:
         return _proof_by_generations(remote, table)
@@ -96,13 +86,9 @@ class Read:
     """One load's read from one prefill worker; all times in seconds of ``time.perf_counter``.
 
     Attributes:
-        link: where from; held until the read has ended.
-        reader: what reads the blocks; their proof is read by NIXL.
         posting: what is done for it, None between the blocks' end and the proof.
-        progressed: when a piece of it last ended.
         mark: ``link.num_bytes_done`` at that time.
         proof: what is read after the blocks, None for blocks without any.
-        cells: where it is read into, None before that.
         is_hidden: it began before the prompt was computed, as far as was known.
     """
 
@@ -131,11 +117,7 @@ class End:
 
 
 def prepare(part: Part, link: Link) -> Pairs:
-    """Plan a part's copies.
-
-    Raises:
-        ProtocolError: the block lists do not fit each other or the caches, or have no valid proof.
-    """
+    """Plan a part's copies; raises ProtocolError."""
     load, remote = part.load, part.remote
     proof_of(part, link)
     return link.plan.pairs(
@@ -153,8 +135,6 @@ def _num_open(posting: Posting | None) -> int:
 
 class ReadSet:
     """The reads under way on one worker.  Owned by one thread.
-
-    Attributes: ``num_moves``: times that pieces of a read have been seen to end.
 
     Args:
         max_bytes: bytes under way on one link, unless a single read has more.
@@ -182,11 +162,7 @@ class ReadSet:
         return not link.num_bytes or link.num_bytes + pairs.num_bytes <= self._max_bytes
 
     def post(self, part: Part, link: Link, pairs: Pairs) -> None:
-        """Start a read.
-
-        Raises:
-            PostingError: it cannot be posted; nothing is under way then.
-        """
+        """Start a read; raises PostingError."""
         started = time.perf_counter()
         if part.stream is None or not part.stream.has_read:
             self._recorder.observe(queue_seconds=started - part.begun)
@@ -322,7 +298,6 @@ after each round since the removal, so that some come when the cores are less bu
 
 
 def num_descriptors(config: ConnectorConfig) -> int:
-    """Descriptors of a read of which each of NIXL's worker threads gets a share; 0 without any."""
     if "UCX" not in config.backends:
         return 0
     split = int(config.backend_params.get("split_batch_size", SPLIT_DESCRIPTORS))

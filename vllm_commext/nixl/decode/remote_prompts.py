@@ -175,7 +175,6 @@ class RemotePrompts:
             state.move(TokenPhase.SENT if is_sent else TokenPhase.COMPUTED)
 
     def take_unread(self) -> list[tuple[str, bool]]:
-        """Requests whose loads have failed without vLLM's knowledge, each with ``must_compute``."""
         taken, self._unread = self._unread, []
         return [(state.request_id, state.must_compute) for state in taken]
 
@@ -298,7 +297,6 @@ class RemotePrompts:
         self.quarantine.note_settled(worker.settled)
 
     def _note_end(self, state: LoadState) -> None:
-        """All workers have reported a load; its request may have ended before."""
         recorder = self._engine.recorder
         is_here = self._states.get(state.request_id) is state
         is_unread = is_here and (state.is_unread or (state.is_void and self._reuse.has_steps))
@@ -328,7 +326,6 @@ class RemotePrompts:
         self._forget(self._states.values())
 
     def forget_adapter(self, is_concerned: Callable[[Request], bool]) -> None:
-        """The same of requests whose adapter has changed."""
         self._forget([one for one in self._states.values() if is_concerned(one.request)])
 
     def _forget(self, states: Iterable[LoadState]) -> None:

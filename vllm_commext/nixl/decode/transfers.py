@@ -67,11 +67,7 @@ def restarted(remote: RemoteRequest) -> Failure:
 
 
 def remote_of(load: Load) -> RemoteRequest:
-    """Where a load's blocks are.
-
-    Raises:
-        ProtocolError: its parameters could not be read.
-    """
+    """Where a load's blocks are; raises ProtocolError."""
     if load.remote is None:
         raise ProtocolError(load.refusal or "no remote request")
     return load.remote
@@ -91,8 +87,6 @@ class Source:
     """One prefill worker of a remote request.
 
     Attributes:
-        num_consumers: decode workers that it waits for.
-        num_users: uses that still need its blocks.
         release_at: when it is to be released, in seconds of ``time.perf_counter``; infinite while
             it is used, and after the release.
         is_gone: it keeps nothing for the request, as far as is known.
@@ -112,7 +106,6 @@ class Use:
     """One request of this engine that needs the remote request.
 
     Attributes:
-        workers: numbers of the prefill workers that it still needs.
         lateness: why it is to fail, where the scheduler side has been told that it is late.
         is_given_up: it has been reported as failed and has only to settle.
     """
@@ -128,7 +121,6 @@ class Use:
 
     @property
     def num_read(self) -> int:
-        """Tokens from the prompt's first that are here and proven, though not all of them are."""
         return min((one.stream.num_read if one.stream else 0 for one in self.parts), default=0)
 
 
@@ -138,8 +130,6 @@ class Part:
 
     Attributes:
         retried: it was tried before, over a connection that turned out to be broken.
-        begun: when it began, in seconds of ``time.perf_counter``.
-        pairs: what is copied over a link, once it is known.
         stream: how far it has come, where it is read while its prompt is computed.
     """
 
@@ -158,11 +148,7 @@ class Part:
 
 
 class Transfer:
-    """One remote request.
-
-    Attributes: ``sources``: by number of the prefill worker, those that this worker reads or
-        releases.  ``uses``: by request id of this engine.
-    """
+    """One remote request."""
 
     def __init__(self, remote: RemoteRequest, found: Sources) -> None:
         self.remote = remote
@@ -184,7 +170,6 @@ class Transfer:
         return not self.uses and self.next_release == math.inf
 
     def wait(self, request_id: str) -> Use:
-        """A request will load it later: all of its sources are needed."""
         use = self.uses[request_id] = Use(request_id, self, workers=set(self.sources))
         for source in self.sources.values():
             source.num_users += 1
@@ -217,7 +202,6 @@ class Transfer:
         return self.uses.pop(use.request_id, None) is not None
 
     def _drop(self, use: Use, worker: int, delay: float) -> None:
-        """A use needs a source no more; the last one has it released after a delay."""
         if worker not in use.workers:
             return
         use.workers.discard(worker)
@@ -227,7 +211,6 @@ class Transfer:
             source.release_at = time.perf_counter() + delay
 
     def take_due(self, now: float) -> list[Source]:
-        """Sources to be released now; each is told once."""
         due = [source for source in self.sources.values() if source.release_at <= now]
         for source in due:
             source.release_at = math.inf

@@ -42,7 +42,6 @@ MAX_IDS_BYTES = 32 * 1024
 
 
 def interval_of(lease_seconds: float) -> float:
-    """Seconds between two heartbeats to a peer that keeps blocks for ``lease_seconds``."""
     return lease_seconds / PARTS_OF_LEASE
 
 
@@ -61,7 +60,6 @@ def batches(request_ids: Iterable[str]) -> Iterator[list[str]]:
 
 
 def can_be_sent(request_id: str) -> bool:
-    """A router may have made the id up."""
     try:
         return len(request_id.encode()) <= MAX_IDS_BYTES
     except UnicodeEncodeError:
@@ -103,7 +101,6 @@ class Heartbeats:
         return [peer for peer, when in self._next.items() if when <= now]
 
     def take(self, peer: PeerKey, next_due: float) -> list[str]:
-        """The peer's ids of its requests; it is due again at ``next_due``."""
         self._next[peer] = next_due
         return list(self._watched[peer].values())
 
@@ -198,7 +195,6 @@ class Uses:
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
-        """Remote requests that are not released yet."""
         return len(self._transfers)
 
     def get(self, request_id: str) -> Use | None:
@@ -209,11 +205,9 @@ class Uses:
         return list(self._sources(tp_size, pp_size).num_consumers)
 
     def refuse_all(self, error: Exception) -> None:
-        """Nothing can be read on this worker: let each load fail with the reason."""
         self._refusal = error
 
     def wait(self, wait: Wait) -> None:
-        """Have a request's blocks kept until its load begins."""
         if wait.request_id not in self._uses:
             self.keep_alive.watch(self._use(self._transfer_of(wait.remote), wait.request_id))
 
@@ -243,11 +237,8 @@ class Uses:
         self._release(transfer, time.perf_counter())
 
     def check_size(self, part: Part, link: Link) -> None:
-        """Refuse a wrong number of workers; those that there are keep the blocks in vain.
-
-        Raises:
-            ProtocolError: it is refused.
-        """
+        """Refuse a wrong number of workers; those that there are keep the blocks in vain; raises
+        ProtocolError."""
         transfer, remote, there = part.use.transfer, part.remote, link.plan.remote
         if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
             return
@@ -324,7 +315,6 @@ class Uses:
         return self._transfers[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
-        """The reason to fail a load without trying it; its blocks are released all the same."""
         if self._refusal is not None:
             return failure_of(self._refusal, "internal")
         if load.refusal:

@@ -48,7 +48,6 @@ class Grid:
         return self.rows_per_block * self.cells_per_row
 
     def flattened(self) -> Grid:
-        """The same cells in as few strided rows as there can be."""
         count = self.cells_per_row
         if count == 1 or self.row_stride != count * self.cell_stride:
             return self
@@ -161,7 +160,6 @@ def _same_order(local: AttentionGeometry, remote: AttentionGeometry) -> bool:
 
 
 def _whole_rows(local: AttentionGeometry, remote: AttentionGeometry, heads: _Overlap) -> Lanes:
-    """Rows are copied as they are, several at a time where neighbours have no gap."""
     run_bytes = local.num_planes * heads.count * local.row_tokens * local.token_bytes
     grids = [Grid(one.num_rows, one.row_stride, one.rows_per_block) for one in (local, remote)]
     together = 1
@@ -179,7 +177,6 @@ def _whole_rows(local: AttentionGeometry, remote: AttentionGeometry, heads: _Ove
 
 
 def _run_tokens(local: AttentionGeometry, remote: AttentionGeometry, what: str) -> int:
-    """Tokens that lie together on both sides and can be moved alone."""
     together = all(one.token_stride == one.token_bytes for one in (local, remote))
     if local.content == TOKENS:
         return math.gcd(local.row_tokens, remote.row_tokens) if together else 1
@@ -242,7 +239,6 @@ def _state_lanes(
 def _part_lanes(
     local: StatePart, remote: StatePart, reader: Rank, source: Rank, what: str
 ) -> list[tuple[int, int, int]]:
-    """Rows (bytes, local offset, remote offset)."""
     if (local.num_runs == 1) != (remote.num_runs == 1):
         raise UnsupportedError(
             f"{what}: one engine keeps channels first and the other one does not: start both with "

@@ -97,7 +97,6 @@ class StatePart(msgspec.Struct, frozen=True):
 
     Attributes:
         name: "x", "B", "C", "q", "k", "v", "conv" or "ssm".
-        offset: bytes from the start of the block.
         num_units: units of the whole model.
         replicated: every rank holds all units.
     """
@@ -132,7 +131,6 @@ class Family(msgspec.Struct, frozen=True):
 
     Attributes:
         group: index into ``CacheLayout.groups``.
-        names: layer names, ascending.
         base_addresses: address of block 0 of each.
     """
 
@@ -158,7 +156,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
     """One worker's whole cache.
 
     Attributes:
-        num_blocks: blocks that the cache manager hands out.
         groups: in the order of a request's lists of blocks.
         families: the worker's layers, each once.
         stages: names of the layers of every pipeline stage of the engine; empty where this worker's
@@ -196,7 +193,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
         return {name for names in self.stages for name in names} or self.own_names()
 
     def splits(self) -> frozenset[Split]:
-        """Every way in which something is dealt out to the ranks."""
         return frozenset(part.split for family in self.families for part in parts_of(family))
 
 
@@ -244,7 +240,6 @@ def check_layout(layout: CacheLayout) -> None:
 
 
 def _check_stages(layout: CacheLayout) -> None:
-    """The stages share no layer, and this worker has those of its own."""
     stages = layout.stages or [list(layout.own_names())]
     _expect(0 <= layout.pp_rank < len(stages) <= MAX_STAGES, "pp_rank below the number of stages")
     _expect(set(stages[layout.pp_rank]) == layout.own_names(), "the layers of its stage")

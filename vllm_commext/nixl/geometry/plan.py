@@ -64,8 +64,6 @@ class Section:
 
     Attributes:
         cell_tokens: tokens of a cell, 0 for states.
-        local_offset: index of the section's first local descriptor.
-        remote_offset: of its first remote one.
         cell_bytes: bytes of a cell in all lanes.
     """
 
@@ -183,7 +181,6 @@ def _states(local: Int64Array, remote: Int64Array) -> tuple[Int64Array, Int64Arr
 
 
 def _wanted(section: Section, local: _Held, remote: _Held, num_tokens: int) -> tuple[int, int]:
-    """Positions ``[first, end)`` of the cells to be read, from the request's first token on."""
     first = local.first * section.local.cells_per_block
     end = max(first, num_blocks_for(num_tokens, section.cell_tokens))
     for side, blocks, grid in (
@@ -214,7 +211,6 @@ def _cells_at(grid: Grid, blocks: _Held, first: int, end: int) -> Int64Array:
 
 
 def _indices(parts: Sequence[tuple[Grid, int, int, Int64Array]]) -> Int32Array:
-    """Descriptor indices of cells in every lane, lane after lane."""
     found = [np.empty(0, dtype=np.int32)]
     for grid, offset, num_lanes, cells in parts:
         row, cell = np.divmod(cells, grid.cells_per_row)

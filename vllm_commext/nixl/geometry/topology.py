@@ -35,7 +35,6 @@ class Split:
 
 
 def interval(split: Split, rank: Rank) -> tuple[int, int]:
-    """The units ``[first, end)`` that the rank holds."""
     if split.replicated:
         return 0, split.num_units
     first = rank.index * split.num_units // rank.size
@@ -108,7 +107,6 @@ def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Source
 
 
 def worker_number(stage: int, rank: Rank) -> int:
-    """A worker's number in its engine, stage after stage."""
     return stage * rank.size + rank.index
 
 

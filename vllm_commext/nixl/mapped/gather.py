@@ -60,7 +60,6 @@ class Batch:
 
     Attributes:
         places: ``[n, 2]``, of each piece the address where it is and the one where it belongs.
-        runs: at most ``MAX_RUNS``.
     """
 
     places: Int64Array
@@ -77,8 +76,6 @@ class Places:
 
     Attributes:
         starts: number of each row's first descriptor.
-        addresses: of that descriptor.
-        lengths: bytes of each descriptor of the row.
         strides: bytes between neighbours in the row.
         row_size: descriptors of each row, 0 where rows differ.
     """
@@ -91,18 +88,15 @@ class Places:
 
     @classmethod
     def of(cls, rows: UInt64Array) -> Places:
-        """From ``[n, 5]`` strided descriptors."""
         address, length, _, stride, count = rows.astype(np.int64).T
         row_size = int(count[0]) if len(count) and count.min() == count.max() else 0
         return cls(np.cumsum(count) - count, address, length, stride, row_size)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether no two descriptors of a row are neighbours in memory."""
         return bool((self.strides != self.lengths).all())
 
     def at(self, indices: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """Address and length of each of these descriptors."""
         numbers = indices.astype(np.int64)
         if self.row_size:
             row = numbers // self.row_size
@@ -114,12 +108,8 @@ class Places:
 
 
 def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
-    """``[n, 5]`` strided descriptors of a peer at the addresses where their memory is mapped here.
-
-    Raises:
-        UnsupportedError: one of them is not within a region, so that a kernel must not load it, or
-            is too long.
-    """
+    """``[n, 5]`` strided descriptors of a peer at the addresses where their memory is mapped here;
+    raises UnsupportedError."""
     found = rows.copy()
     known = sorted(regions)
     bases = [region.address for region in known]
@@ -141,7 +131,6 @@ def mapped_rows(rows: UInt64Array, regions: Sequence[Region]) -> UInt64Array:
 
 
 def num_runs(local: Places, remote: Places, pairs: Pairs) -> int:
-    """Pieces that are left where neighbours are merged, as NIXL does it; about."""
     if local.has_gaps or remote.has_gaps:
         return len(pairs.local)
     breaks = (np.diff(pairs.local) != 1) | (np.diff(pairs.remote) != 1)
@@ -149,7 +138,6 @@ def num_runs(local: Places, remote: Places, pairs: Pairs) -> int:
 
 
 def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
-    """What is to be launched to copy these pairs, with a pause between two."""
     for part in in_pieces(len(pairs.local), MAX_PIECES):
         target, lengths = local.at(pairs.local[part])
         source, _ = remote.at(pairs.remote[part])
@@ -266,7 +254,6 @@ class CudaDevice:
         return ipc.open_handle(handle, "the prefill worker")
 
     def unmap(self, address: int) -> None:
-        """Undo ``open``; nothing may read there any more."""
         ipc.close_handle(address)
 
     def close(self) -> None:
@@ -301,12 +288,7 @@ class Gatherer:
         return self._free.pop() if self._free else self._device.make_slab()
 
     def post(self, gather: Gather) -> str:
-        """Begin to copy; returns the state.
-
-        Raises:
-            RuntimeError: the GPU refuses: not the request's fault, as other errors of ours would
-                say, but the connection's.
-        """
+        """Begin to copy; returns the state; raises RuntimeError."""
         batch, slab = gather.batch, gather.slab
         content = batch.places.view(np.uint8).ravel()
         slab.content[: len(content)] = content

@@ -81,7 +81,6 @@ class Mapper:
         )
 
     def close(self) -> None:
-        """No read may be under way."""
         self._device.close()
 
     def _unmap(self, regions: list[Region]) -> None:
@@ -142,7 +141,6 @@ class MappedReader:
         return Posting(self._gatherer, (self._gatherer.make(batch) for batch in found))
 
     def close(self) -> None:
-        """None of its reads may be under way."""
         self._unmap()
 
 
@@ -178,7 +176,6 @@ class Mapped:
             logger.warning("mapped_reads: others cannot map this worker's cache: %s", error)
 
     def close(self) -> None:
-        """Offer nothing any more; safe to repeat."""
         address, self._token_address = self._token_address, 0
         self.offer = None
         if address:

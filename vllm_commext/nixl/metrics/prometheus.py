@@ -18,13 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import keeps_host_copy
 from vllm_commext.nixl.metrics import recorder
-from vllm_commext.nixl.metrics.recorder import (
-    FAILURE_REASONS,
-    STREAMS,
-    empty_data,
-    is_empty,
-    merge,
-)
+from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, STREAMS, empty_data, is_empty, merge
 from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.seal import read_secret

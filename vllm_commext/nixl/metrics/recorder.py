@@ -37,12 +37,7 @@ class FailedLoad(NamedTuple):
 
 @dataclass
 class Ends:
-    """A worker's requests that ended otherwise than they should.
-
-    Attributes:
-        failed: loads.
-        expired: prefilled requests whose lease ran out.
-    """
+    """A worker's requests that ended otherwise than they should."""
 
     failed: dict[str, FailedLoad] = field(default_factory=dict[str, FailedLoad])
     expired: set[str] = field(default_factory=set[str])
@@ -103,7 +98,6 @@ def is_empty(data: dict[str, Any]) -> bool:
 
 
 def merge(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Add one record to another, in place; returns it."""
     for key, value in more.items():
         if key == GAUGES:
             total[key].update(value)
@@ -143,19 +137,16 @@ class TransferRecorder:
         return taken
 
     def observe(self, **seconds: float) -> None:
-        """One event each of keys of ``empty_data`` that end in ``_seconds``."""
         with self._lock:
             for name, value in seconds.items():
                 self._data[name].append(value)
 
     def count(self, **numbers: int) -> None:
-        """Add to keys of ``empty_data`` that are sums."""
         with self._lock:
             for name, number in numbers.items():
                 self._data[name] += number
 
     def count_reason(self, name: str, reason: str) -> None:
-        """One more of a reason: under ``FAILURES``, ``FIRST_TOKENS`` or ``HANDOVERS``."""
         with self._lock:
             counts = self._data[name]
             counts[str(reason)] = counts.get(str(reason), 0) + 1

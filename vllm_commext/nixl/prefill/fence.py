@@ -66,7 +66,6 @@ class FenceSlots:
         return int(self._nonces[slot])
 
     def renew(self, slot: int) -> int:
-        """The nonce that follows, of a request that keeps its slot."""
         self._nonces[slot] = nonce = next_nonce(self._key, slot, self.nonce_in(slot))
         return nonce
 

@@ -16,12 +16,7 @@ from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire.messages import (
-    KeepAlive,
-    Released,
-    decode_notification,
-    short_id,
-)
+from vllm_commext.nixl.wire.messages import KeepAlive, Released, decode_notification, short_id
 
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""
@@ -46,7 +41,6 @@ class Beat:
 
     Attributes:
         sender: differs at every start of the reader.
-        sequence: grows with each heartbeat of the sender.
     """
 
     consumer: str
@@ -60,7 +54,6 @@ class LeaseCounts:
 
     Attributes:
         unmatched: releases of an unknown or ended request, given up for lack of room or time.
-        repeated: releases by a consumer that had released the request before.
         ignored_beats: heartbeats of an unknown or ended request, repeated or out of order, or of a
             consumer that had released the request.
     """
@@ -76,11 +69,7 @@ class LeaseCounts:
 
 
 class LeaseLedger:
-    """Leases by request id; all times are of one monotonic clock, in seconds.
-
-    Args:
-        max_age: no lease is extended beyond this many seconds after its beginning.
-    """
+    """Leases by request id; all times are of one monotonic clock, in seconds."""
 
     def __init__(self, max_age: float = math.inf) -> None:
         self.counts = LeaseCounts()
@@ -286,12 +275,10 @@ class LeaseManager:
             )
 
     def _report_sent(self, request_id: str) -> None:
-        """The blocks may be freed: first replace the nonce, so that no reader relies on them."""
         self._unsent.append(request_id)
         self._report_unsent()
 
     def _report_unsent(self) -> None:
-        """What fails here is tried again in the next turn."""
         for name in list(self._unsent):
             hold = self._holds[name]
             try:

@@ -44,7 +44,6 @@ class Connection:
     """One asker's connection.
 
     Attributes:
-        address: its host, or the network of an IPv6 one.
         nonce: that of the question whose asker is told of a drain, None where it is not told.
         since: when it became what it is: came, began a message, or last read of its answer.
     """
@@ -72,19 +71,11 @@ class Connection:
 
     @property
     def is_unfinished(self) -> bool:
-        """It has to do something in time."""
         return not self.is_admitted or bool(self.out) or self.decoder.num_held > 0
 
 
 class Listener:
-    """A bound port and its connections.  Owned by one thread but for `wake`.
-
-    Args:
-        bound: the socket.
-        max_bytes: of a message.
-        answer: takes a message; may `send`.
-        forget: takes a connection that has closed.
-    """
+    """A bound port and its connections.  Owned by one thread but for `wake`."""
 
     def __init__(
         self,
@@ -188,11 +179,8 @@ class Listener:
         self._answer(connection, message)
 
     def _take(self, connection: Connection) -> bytes | None:
-        """The next message of a connection, None where there is none yet or no more.
-
-        Raises:
-            ProtocolError: it sends what is not allowed.
-        """
+        """The next message of a connection, None where there is none yet or no more; raises
+        ProtocolError."""
         message = connection.decoder.take()
         if message is not None:
             return message
@@ -214,7 +202,6 @@ class Listener:
         return connection.decoder.take()
 
     def _greet(self, connection: Connection) -> None:
-        """Not before the other end has, so that one which is silent costs next to nothing."""
         connection.is_greeted = True
         with contextlib.suppress(OSError):  # it may have gone
             connection.socket.send(zmtp.opening(zmtp.ROUTER))
@@ -278,7 +265,6 @@ class Listener:
         self._forget(connection)
 
     def _count(self, connection: Connection) -> None:
-        """Hold no more for all connections than may be."""
         if connection.socket not in self._connections:
             return
         held = connection.decoder.num_held + connection.num_own
@@ -319,7 +305,6 @@ class Listener:
 def _of_one_address(
     ones: Collection[Connection], size: Callable[[Connection], int]
 ) -> list[Connection]:
-    """Those of the address that has the most; none where there are none."""
     sizes = Counter[str]()
     for one in ones:
         sizes[one.address] += size(one)

@@ -40,9 +40,7 @@ class Stream:
     """A prompt that is read while it is computed.
 
     Attributes:
-        row: of the workers' progress tables.
         tag: its first nonce, which tells it from other requests that get the row; 0 before.
-        num_blocks: listed so far, by group.
         is_done: all are listed that are known before the prompt's end.
     """
 
@@ -60,9 +58,7 @@ class PrefillState:
     Attributes:
         key: by which its router can have it released, "" for none.
         is_cut: its last token is left to its readers.
-        slot: of its fence, -1 for none.
         held_since: when its lease began, in monotonic seconds, None where it has had none.
-        block_ids: by group and position, where a copy of the cache is kept on the host.
     """
 
     request: Request
@@ -94,7 +90,6 @@ class PrefillState:
 
     @property
     def row(self) -> int:
-        """Where readers are told of its progress, -1 where they are not, or not yet."""
         return self.stream.row if self.stream is not None and self.slot >= 0 else -1
 
 
@@ -105,12 +100,10 @@ MAX_EARLY = 4096
 
 
 def prefill_key_of(params: Mapping[str, Any] | None) -> str:
-    """The key that a router gives a prefill, "" for none."""
     return as_key((params or {}).get("prefill_key"))
 
 
 def releases_of(params: Mapping[str, Any] | None) -> list[str]:
-    """Keys of the prefills that a router has released; "" for each that is none."""
     named = (params or {}).get("release")
     return [as_key(one) for one in named[:MAX_RELEASES]] if isinstance(named, list) else []
 
@@ -149,9 +142,6 @@ class Progress:
 
     Attributes:
         begins: ``block_ids`` are all of its blocks; otherwise they come behind those it has.
-        block_ids: by group and position.
-        num_computed: tokens that have been computed before the step.
-        end: the same after the step.
     """
 
     request_id: str
@@ -175,7 +165,6 @@ def progress_in(step: SchedulerOutput) -> Iterator[Progress]:
 
 
 def completes(state: PrefillState, progress: Progress) -> bool:
-    """True where a step completes a prompt, whose blocks are followed."""
     if progress.begins:
         state.block_ids = []
     if progress.block_ids:

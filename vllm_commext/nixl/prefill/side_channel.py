@@ -45,11 +45,8 @@ class _Question(NamedTuple):
 
 
 def resolve(host: str, port: int) -> str:
-    """Numeric address of a host, for binding; an IPv4 one where there is, as askers take it.
-
-    Raises:
-        ConfigError: the host has no address, or stands for all of this machine's.
-    """
+    """Numeric address of a host, for binding; an IPv4 one where there is, as askers take it; raises
+    ConfigError."""
     try:
         address = str(addresses(host, port)[0][1][0])
     except OSError as error:
@@ -71,15 +68,7 @@ class SideChannelServer:
     """Serves the descriptions of one engine's workers until it is closed.
 
     Args:
-        engine_id: a request for another one is refused.
-        incarnation: differs at every start of the engine; goes out with each answer.
-        host: address or name to bind to.
-        port: port to bind to.
-        descriptions: the encoded ``WorkerDescription`` of each worker, by its number.
-        secret: see ``seal``; None lets everybody ask.
         drains: asked from this server's thread; None where the engine never drains.
-        streams: prompts that are read while they are computed.
-        blocks: blocks on offer.
 
     Raises:
         ConfigError: the host has no address or the port cannot be bound.
@@ -136,11 +125,9 @@ class SideChannelServer:
 
     @property
     def num_refused(self) -> int:
-        """Frames refused, and connections closed as they sent no frames."""
         return self._num_refused + self._listener.num_refused
 
     def take_refused(self) -> int:
-        """What was refused since the last call; for one caller."""
         new, self._num_taken = self.num_refused - self._num_taken, self.num_refused
         return new
 
@@ -190,7 +177,6 @@ class SideChannelServer:
             self._send_found(connection, found, question.nonce)
 
     def _found(self, question: _Question) -> wire.FoundStreams | None:
-        """The answer, None as long as it may wait for more."""
         asked, is_late = question.asked, time.monotonic() >= question.until
         assert self._streams is not None  # else no such question is held
         found = self._streams.find(asked.keys, asked.awaited)
@@ -359,11 +345,7 @@ class SideChannelServer:
 
 
 def _bind(address: str, host: str, port: int) -> socket.socket:
-    """A socket bound to an address that stands for a host.
-
-    Raises:
-        ConfigError: it cannot be bound.
-    """
+    """A socket bound to an address that stands for a host; raises ConfigError."""
     bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -75,11 +75,7 @@ class GenerationTable:
 
 
 def open_generations(offer: Offer) -> Generations:
-    """A worker's generations, in the scheduler's process.
-
-    Raises:
-        UnsupportedError: the worker runs on another host, or as another user.
-    """
+    """A worker's generations, in the scheduler's process; raises UnsupportedError."""
     memory = AnonymousMemory.open(offer)
     memory.forget_file()
     return np.frombuffer(memory.map, dtype=np.uint64)
@@ -106,11 +102,7 @@ def root_of(configuration: str, block_size: int, identity: Mapping[str, str]) ->
 
 
 def chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The hash of each whole block of these tokens.
-
-    Raises:
-        OverflowError: a token id is below 0 or above 2**32 - 1.
-    """
+    """The hash of each whole block of these tokens; raises OverflowError."""
     num_blocks = len(token_ids) // block_size
     ids = np.array(token_ids[: num_blocks * block_size], dtype="<u4").tobytes()
     step, last, found = 4 * block_size, root, list[bytes]()
@@ -199,7 +191,6 @@ class Names:
 
     Args:
         configuration: gives the digest of the facts on which they agree; called once.
-        block_size: tokens of a block.
     """
 
     def __init__(
@@ -219,7 +210,6 @@ class Names:
         return chain(root, [*request.all_token_ids[:num_tokens], *more], self.block_size)
 
     def root_of(self, request: Request) -> bytes | None:
-        """The root of a request's names; None if its KV does not follow from tokens alone."""
         prompt = self._identity.prompt_of(request)
         if not _is_text(request, prompt):
             return None
@@ -228,7 +218,6 @@ class Names:
 
 
 def _is_text(request: Any, prompt: Prompt) -> bool:
-    """True if a request's blocks follow from its tokens, its adapter and its salt."""
     is_whole = not request.resumable  # else its tokens may be replaced
     has_ids = prompt.token_ids is not None and prompt.embeddings is None
     return is_whole and has_ids and not prompt.items
@@ -248,9 +237,7 @@ class Running(Protocol):
 
     def __iter__(self) -> Iterator[Request]: ...
 
-    def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]:
-        """The request's blocks of the first group."""
-        ...
+    def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]: ...
 
 
 @dataclass
@@ -304,7 +291,6 @@ class Offers:
         self._named.pop(request_id, None)
 
     def forget_running(self, running: Iterable[Request]) -> None:
-        """Offer nothing more of these requests."""
         self._named |= {request.request_id: _Named(None) for request in running}
 
     def clear(self, running: Iterable[Request]) -> None:

@@ -24,13 +24,7 @@ from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.reasons import NoReuse
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.offers import (
-    Names,
-    Offers,
-    OfferTable,
-    Running,
-    open_generations,
-)
+from vllm_commext.nixl.reuse.offers import Names, Offers, OfferTable, Running, open_generations
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
@@ -48,12 +42,7 @@ MAX_CHANNELS = 128
 
 @dataclass(eq=False)
 class _Search:
-    """One request's questions.
-
-    Attributes:
-        question: the same to each engine.
-        num_open: engines that have not answered.
-    """
+    """One request's questions."""
 
     request_id: str
     question: wire.FindBlocks
@@ -63,13 +52,7 @@ class _Search:
 
 
 class BlockFinder:
-    """Requests whose blocks are being looked for.
-
-    Args:
-        client: its thread runs the methods that begin with ``_``.
-        limit_seconds: how long one request waits.
-        notify: called when an answer can be taken.
-    """
+    """Requests whose blocks are being looked for."""
 
     def __init__(
         self, client: ClientThread, consumer: str, limit_seconds: float, notify: Callable[[], None]
@@ -93,12 +76,10 @@ class BlockFinder:
         self._client.call(self._ask, search, addresses)
 
     def is_done(self, request_id: str) -> bool:
-        """True once all have answered, or no time is left."""
         search = self._searches.get(request_id)
         return search is None or search.num_open <= 0 or time.monotonic() >= search.until
 
     def take(self, request_id: str) -> wire.FoundBlocks | None:
-        """The longest run of blocks that was found, None for none; ends the search."""
         search = self._searches.pop(request_id, None)
         return search.best if search is not None else None
 
@@ -149,11 +130,7 @@ class BlockFinder:
 
 
 class ReuseSide:
-    """Does nothing where the engine's ``reusing`` has a refusal.
-
-    Attributes:
-        has_steps: the engine tells of its steps, before which it computes what has failed.
-    """
+    """Does nothing where the engine's ``reusing`` has a refusal."""
 
     def __init__(self, engine: EngineContext) -> None:
         reusing, limit_seconds = engine.reusing, engine.config.reuse_lookup_timeout
@@ -251,7 +228,6 @@ class ReuseSide:
         return max(0, len(state.answer.block_ids) * self._names.block_size - num_computed)
 
     def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
-        """The place to read ``num_external`` tokens of a request from; None without any."""
         found = state.answer
         if not isinstance(found, FoundBlocks) or not num_external:
             return None
@@ -269,7 +245,6 @@ class ReuseSide:
         )
 
     def forget(self, state: LoadState) -> None:
-        """Nothing more of what others have is to be read for a request."""
         if state.source is Source.REUSED and state.phase in (LoadPhase.ASKED, LoadPhase.KNOWN):
             self._finder.take(state.request_id)
             state.move(LoadPhase.DONE)
@@ -284,7 +259,6 @@ class ReuseSide:
 
 
 def _up_to(found: FoundBlocks | None, num_blocks: int) -> FoundBlocks | None:
-    """The first blocks: an answer that was looked for may not have become the prompt's end."""
     if found is None or len(found.block_ids) <= num_blocks:
         return found
     ids, generations = found.block_ids[:num_blocks], found.generations[:num_blocks]

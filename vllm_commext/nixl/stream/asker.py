@@ -49,11 +49,8 @@ class StreamAsker:
     """Requests that wait for prefill engines to begin.
 
     Args:
-        client: its thread runs the methods that begin with ``_``.
-        limit_seconds: how long one request waits.
         answer_seconds: how long one question waits for its answer, beyond the time for which the
             prefill engine may hold it.
-        notify: called when an answer or a token can be taken.
     """
 
     def __init__(
@@ -125,7 +122,6 @@ class StreamAsker:
                 self._leave_if_idle(waiters)
 
     def _ask(self, waiters: _Waiters) -> None:
-        """Ask for all that is wanted there, in the place of the question before."""
         now = waiters.asked = time.monotonic()
         self._give_up(waiters, now)
         if self._leave_if_idle(waiters):
@@ -163,7 +159,6 @@ class StreamAsker:
     def _note_stream(
         self, waiters: _Waiters, request_id: str, reply: wire.FoundStreams, stream: wire.FoundStream
     ) -> bool:
-        """Take what an answer says of a request; whether its first token is awaited from now on."""
         one, begins_to_await = waiters.wanted[request_id], False
         if not one.is_found:
             one.is_found = True
@@ -178,7 +173,6 @@ class StreamAsker:
         return begins_to_await
 
     def _note_error(self, waiters: _Waiters, error: CommextError) -> None:
-        """Nothing can be asked there: all that waits for it fails, and no token comes."""
         self._fail([*waiters.wanted], waiters, error)
         self._leave_if_idle(waiters)
 
@@ -209,7 +203,6 @@ class StreamAsker:
             self._told.notify_all()
 
     def _leave_if_idle(self, waiters: _Waiters) -> bool:
-        """Hang up where no request waits; whether none does."""
         if waiters.wanted:
             return False
         waiters.channel.close()
@@ -219,7 +212,6 @@ class StreamAsker:
 
 
 def _some(keys: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """As many keys as one question takes; others each time."""
     first = time.monotonic_ns() % len(keys) if len(keys) > wire.MAX_KEYS else 0
     return [*keys[first:], *keys[:first]][: wire.MAX_KEYS]
 

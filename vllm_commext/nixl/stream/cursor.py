@@ -70,9 +70,7 @@ class PollSchedule:
 
     Attributes:
         since: when the last chunk was seen, or the first look.
-        num_tokens: tokens that were computed then.
         chunk_tokens: of the last chunk, 0 before there is one.
-        chunk_seconds: what it took.
     """
 
     since: float
@@ -87,7 +85,6 @@ class PollSchedule:
             self.num_tokens, self.since = num_tokens, now
 
     def next_tokens(self, num_tokens: int) -> int:
-        """Tokens that the next chunk is likely to have, at least one."""
         return max(min(self.chunk_tokens, num_tokens - self.num_tokens), 1)
 
     def wait(self, num_tokens: int, now: float) -> float:
@@ -125,21 +122,12 @@ class Cursor:
     """The progress of a part; times in seconds of ``time.perf_counter``.
 
     Attributes:
-        link: where from; held while the part is here.
-        nonce: what the fence must have.
-        step: tokens in which chunks are counted.
         first: tokens that this engine has already.
-        done: tokens that are here, of the groups whose blocks all stay.
         target: the same after the chunk that is being read or is to be.
         ids: the peer's blocks as far as they are known, a group each, as its row has them.
-        is_computed: the row has said that all wanted tokens are.
         is_whole: the row has said that the blocks of the other groups are there, the *rest*.
         has_rest: they have been read, or there is no such group.
-        pairs: what the next chunk copies, once it is known.
-        has_read: one has been posted.
         candidate: another nonce that the last look has found.
-        num_refused: fences in a row that did not have the nonce.
-        has_begun: the row was seen to be the request's.
         moved: when something was last new.
     """
 
@@ -222,23 +210,17 @@ class Cursor:
 
     @property
     def is_known(self) -> bool:
-        """True if there is a next chunk, with all block ids that it needs."""
         return self.has_more and not self._unknown(self.target, takes_rest=self.takes_rest)
 
     def wanted(self) -> list[Wanted]:
         """Pieces with block ids that the next chunk needs and that are not known; where it is not
-        known how far it goes, what it is likely to need.
-
-        Raises:
-            ProtocolError: the row says that there are more than it has room for.
-        """
+        known how far it goes, what it is likely to need; raises ProtocolError."""
         if self.has_more:
             return self._unknown(self.target, takes_rest=self.takes_rest)
         target = min(self.done + self.schedule.next_tokens(self.num_tokens), self.num_tokens)
         return self._unknown(target, takes_rest=self.is_computed)
 
     def _unknown(self, target: int, *, takes_rest: bool) -> list[Wanted]:
-        """Pieces with block ids that are not known, of what is to be read up to a token."""
         found: list[Wanted] = []
         room = MAX_PIECES
         needed = self._needed(target, takes_rest=takes_rest)
@@ -251,7 +233,6 @@ class Cursor:
         return found
 
     def _needed(self, target: int, *, takes_rest: bool) -> Iterator[int]:
-        """Block ids of each group, a rest's with their number before them."""
         for group, region, known in zip(self.groups, self.regions, self.ids, strict=True):
             needed = 0
             if group.kind == FULL:
@@ -276,11 +257,7 @@ class Cursor:
                 self.ids[number] = np.concatenate([known[:place], new])
 
     def next_pairs(self) -> Pairs:
-        """Plan the next chunk.
-
-        Raises:
-            ProtocolError: a block id of the peer's is none of its blocks.
-        """
+        """Plan the next chunk; raises ProtocolError."""
         load, plan = self.part.load, self.link.plan
         own = [
             self._own(group, blocks)
@@ -307,11 +284,7 @@ class Cursor:
 
 
 def cursor_of(part: Part, link: Link) -> Cursor:
-    """A part that begins to be read while its prompt is computed.
-
-    Raises:
-        ProtocolError: the peer streams nothing, or its row, regions or fence are none.
-    """
+    """A part that begins to be read while its prompt is computed; raises ProtocolError."""
     remote, plan = part.remote, link.plan
     if not {FENCES, STREAM_HEADERS, STREAM_PIECES} <= link.tables.keys():
         raise ProtocolError(

@@ -79,7 +79,6 @@ class StreamDirectory:
         self.on_change(key)
 
     def find(self, keys: Iterable[str], awaited: Iterable[str] = ()) -> dict[str, FoundStream]:
-        """Look keys up; those *awaited* are found once their first token is known or refused."""
         with self._lock:
             known = {key: self._found.get(key) or self._ended.get(key) for key in keys}
             for key in awaited:
@@ -99,9 +98,6 @@ class StreamProducer:
 
     A request's row is given back together with its fence, when no worker's blocks are read any
     more.
-
-    Args:
-        num_rows: rows of each worker's progress table; by default as `num_rows_of` says.
     """
 
     def __init__(
@@ -178,7 +174,6 @@ class StreamProducer:
     def _listed(
         self, stream: Stream, progress: Progress, num_tokens: int
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Blocks that a step adds to the groups whose blocks all stay."""
         if not progress.block_ids:
             return
         streaming = self._streaming
@@ -207,7 +202,6 @@ class StreamProducer:
         )
 
     def _begin(self, state: PrefillState, stream: Stream) -> bool:
-        """Take a fence, and tell who asks."""
         fence = self._fences.take()
         if fence is None:
             self._leave(state, stream, Handover.NO_ROOM.meaning)
@@ -218,7 +212,6 @@ class StreamProducer:
         return True
 
     def _leave(self, state: PrefillState, stream: Stream, refusal: str) -> None:
-        """A prompt that has not begun is not read meanwhile."""
         state.stream = None
         self._free_rows.append(stream.row)
         self._coming.discard(stream.key)

@@ -95,11 +95,7 @@ def _num_pieces(group: Group, max_tokens: int) -> int:
 
 
 def regions_at(firsts: Sequence[int], pieces_per_row: int) -> tuple[Region, ...]:
-    """Regions of a peer that tells their begins.
-
-    Raises:
-        ProtocolError: they do not lie one behind the other in a row.
-    """
+    """Regions of a peer that tells their begins; raises ProtocolError."""
     edges = [*firsts, pieces_per_row]
     if edges[0] != 0 or any(begin >= end for begin, end in pairwise(edges)):
         raise ProtocolError(
@@ -117,12 +113,10 @@ def mark_of(nonce: int, num_tokens: int) -> int:
 
 
 def tokens_in(mark: int, nonce: int) -> int:
-    """0 if the mark is another nonce's."""
     return mark & _TOKENS if mark >> _TOKEN_BITS == nonce & _HALF else 0
 
 
 def is_whole(mark: int, nonce: int) -> bool:
-    """True if all groups' blocks can be read under the nonce."""
     return bool(mark & WHOLE) and mark >> _TOKEN_BITS == nonce & _HALF
 
 
@@ -138,7 +132,6 @@ def ids_in(entries: Entries, nonce: int) -> Ids:
 
 
 def pieces(row: int, pieces_per_row: int, first: int, num_pieces: int) -> Int32Array:
-    """Indices, in the list of all rows' pieces, of some of a row's."""
     begin = row * pieces_per_row + first
     return np.arange(begin, begin + num_pieces, dtype=np.int32)
 
@@ -178,10 +171,6 @@ class ProgressTable:
         headers: ``[num_rows, HEADER_WORDS]`` uint64, see the top.
         entries: ``[num_rows, pieces_per_row * PIECE_IDS]`` uint64, block ids.
         tables: the same, for peers; a cell for a header goes with ``MAX_PIECES`` cells for pieces.
-
-    Args:
-        pieces_per_row: what the longest prompt takes, see `regions_of`.
-        num_rows: prompts that can be streamed at a time; by default as `num_rows_of` says.
     """
 
     def __init__(self, pieces_per_row: int, num_rows: int | None = None) -> None:
@@ -205,7 +194,6 @@ class ProgressTable:
             self._enter(row, nonce, tag=nonce)
 
     def restart(self, row: int, nonce: int) -> None:
-        """The row's request is preempted, and goes on from its first token under another nonce."""
         self._enter(row, nonce)
 
     def end(self, row: int) -> None:
@@ -269,12 +257,9 @@ class Publisher:
         self._publish_behind(chunks)
 
     def ended(self, holds: Sequence[Hold]) -> None:
-        """Prompts have ended: what is known of their blocks since then is published behind their
-        last chunks."""
         self._publish_behind([hold for hold in holds if hold.listed])
 
     def _publish_behind(self, told: Sequence[Chunk | Hold]) -> None:
-        """Publish when all that has been launched so far has ended."""
         if not self._is_on_device:
             self._publish(told)
         elif told:

@@ -29,13 +29,7 @@ MAX_RESTARTS = 2
 
 
 class StreamReader:
-    """Parts of one worker that are read while their prompts are computed.  Owned by one thread.
-
-    Attributes: ``num_moves``: times that a look was posted or has arrived.
-
-    Args:
-        limit_seconds: a part fails when nothing is new for as long.
-    """
+    """Parts of one worker that are read while their prompts are computed.  Owned by one thread."""
 
     def __init__(self, agent: NixlAgent, limit_seconds: float) -> None:
         self._agent = agent
@@ -57,11 +51,7 @@ class StreamReader:
         return max(min(times, default=LONGEST_SECONDS), 0.0)
 
     def begin(self, part: Part, link: Link) -> None:
-        """Read a part, from where it was where its connection was made anew.
-
-        Raises:
-            ProtocolError: it cannot be read in this way.
-        """
+        """Read a part, from where it was before a new connection; raises ProtocolError."""
         new = cursor_of(part, link)
         known = part.stream
         if known is None:
@@ -71,14 +61,12 @@ class StreamReader:
         self._cursors.append(part.stream or new)
 
     def withdraw(self, use: Use) -> list[Part]:
-        """Take back the parts of a use of which no chunk is being read."""
         found = [one for one in self._cursors if one.part.use is use and not one.is_reading]
         for cursor in found:
             self._leave(cursor)
         return [cursor.part for cursor in found]
 
     def poll_left(self) -> None:
-        """Give back what looks hold that nobody waits for any more."""
         for look in list(self._looks):
             if not look.is_wanted:
                 self._advance(look)
@@ -88,8 +76,6 @@ class StreamReader:
             self._leave(cursor)
 
     def due(self) -> list[Cursor]:
-        """The parts that are to be looked at, whose next chunk can be read, or that may have
-        failed."""
         now = time.perf_counter()
         return [one for one in self._cursors if not one.is_reading and self._is_due(one, now)]
 
@@ -230,11 +216,7 @@ class StreamReader:
             cursor.moved = now
 
     def _advance(self, look: Look) -> bool:
-        """True if the last posting has arrived.
-
-        Raises:
-            ProtocolError: it will not.
-        """
+        """True if the last posting has arrived; raises ProtocolError."""
         error = look.posting.look()
         if error is None:
             return False

@@ -76,7 +76,6 @@ class UcxLog:
             self._library.ucs_log_flush()
 
     def transports(self) -> tuple[str, ...]:
-        """Transports that UCX has set up since the last call, for instance ("tcp", "cuda_ipc")."""
         self.flush()
         time.sleep(_SETTLE_SECONDS if self._library is not None else 0)
         lanes, self._lanes = self._lanes, []
@@ -207,13 +206,11 @@ class NixlAgent:
             self._agent.create_backend(name, {**threads, **config.backend_params})
 
     def register(self, ranges: Sequence[tuple[int, int]], memory_type: str, device_id: int) -> None:
-        """Make ``(address, num_bytes)`` ranges readable by peers."""
         rows = [(address, num_bytes, device_id, "") for address, num_bytes in ranges]
         self._registered.append(self._agent.register_memory(rows, memory_type))
 
     @contextlib.contextmanager
     def registered(self, memory: tuple[int, int, int], memory_type: str) -> Iterator[None]:
-        """Memory, given as (address, bytes, device), that is registered for a while."""
         token = self._agent.register_memory([(*memory, "")], memory_type)
         try:
             yield
@@ -270,7 +267,6 @@ class NixlAgent:
         return self._agent.transfer(read)
 
     def state(self, read: Any) -> str:
-        """``DONE``, ``IN_PROGRESS``, or another word for a failure."""
         return self._agent.check_xfer_state(read)
 
     def num_merged(self, read: Any) -> int:

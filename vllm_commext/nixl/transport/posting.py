@@ -39,7 +39,6 @@ MAX_DESCRIPTORS = 4096
 def pieces_of_read(
     agent: NixlAgent, local_list: Any, remote_list: Any, pairs: Pairs
 ) -> Iterator[Any]:
-    """NIXL's handles of a read, each made when it is asked for."""
     for part in in_pieces(len(pairs.local), MAX_DESCRIPTORS):
         yield agent.make_read(local_list, pairs.local[part], remote_list, pairs.remote[part])
 
@@ -47,17 +46,11 @@ def pieces_of_read(
 class Poster(Protocol):
     """Who reads, as far as a ``Posting`` needs it; ``NixlAgent`` says what each of them does."""
 
-    def post(self, read: Any, /) -> str:
-        """Start a piece."""
-        ...
+    def post(self, read: Any, /) -> str: ...
 
-    def state(self, read: Any, /) -> str:
-        """``DONE``, ``IN_PROGRESS``, or another word for a failure."""
-        ...
+    def state(self, read: Any, /) -> str: ...
 
-    def num_merged(self, read: Any, /) -> int:
-        """Descriptors that were moved in a piece that has ended."""
-        ...
+    def num_merged(self, read: Any, /) -> int: ...
 
     def release_read(self, read: Any, /) -> None:
         """Give a piece back that has ended, or was not posted."""
@@ -74,9 +67,7 @@ class Reader(Protocol):
     name: str
     is_mapped: bool
 
-    def post(self, pairs: Pairs) -> Posting:
-        """Start a read; raises what ``Posting`` does."""
-        ...
+    def post(self, pairs: Pairs) -> Posting: ...
 
 
 class NixlReader:

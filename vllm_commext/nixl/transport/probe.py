@@ -38,7 +38,6 @@ class Speed:
 
 
 def longest_run(layout: CacheLayout) -> tuple[int, int]:
-    """Address and bytes of the rows of the peer's largest region."""
     runs = [
         (family.geometry.row_stride * family.geometry.num_rows, family.base_addresses[0])
         for family in layout.families
@@ -60,18 +59,13 @@ class Memory:
     owner: object = None
 
     def pieces(self, count: int) -> UInt64Array:
-        """The first ``count`` pieces of ``PIECE_BYTES`` as a strided descriptor."""
         return strided_row(
             address=self.address, num_bytes=PIECE_BYTES, count=count, device_id=self.device_id
         )
 
 
 def measure(
-    agent: NixlAgent,
-    peer: str,
-    local: Memory,
-    remote: Memory,
-    end_seconds: float = END_SECONDS,
+    agent: NixlAgent, peer: str, local: Memory, remote: Memory, end_seconds: float = END_SECONDS
 ) -> Generator[None, None, Speed | None]:
     """Read from a peer's memory, one read after each turn; nothing is under way during a turn.
     Returns None where the memory is too small or a read does not end in time.
@@ -110,7 +104,6 @@ _kept: list[Memory] = []
 
 
 def _time_read(agent: NixlAgent, read: object, end_seconds: float) -> float | None:
-    """Seconds from posting to the end, None where there is none in time."""
     started = time.perf_counter()
     state = agent.post(read)
     while state == IN_PROGRESS and time.perf_counter() - started < end_seconds:

@@ -76,6 +76,5 @@ class RemoteTable:
     _cell_list: Any
 
     def make_read(self, cells: Sequence[int], records: Sequence[int] | Int32Array) -> Any:
-        """Describe a read of some of the records into as many cells."""
         own, theirs = np.asarray(cells, dtype=np.int32), np.asarray(records, dtype=np.int32)
         return self._agent.make_read(self._cell_list, own, self.prepared, theirs)

@@ -72,12 +72,9 @@ class SideChannel:
     after the connection has closed.  Owned by its client's thread.
 
     Attributes:
-        error: why the last attempt failed.
-        num_failures: failed attempts in a row.
         retry_at: when it may be asked again, in seconds of ``time.monotonic``.
 
     Args:
-        on_draining: takes whether the engine drains, when it says so.
         on_closed: takes the error when the connection has ended while nothing was asked.
     """
 
@@ -161,7 +158,6 @@ class SideChannel:
             self._fail(_as_error(error, self._name))
 
     def wait_by(self, poller: select.poll, now: float) -> float:
-        """How long a poller may wait for the answer."""
         if not self._is_sent or self._socket is None:
             return 0.0
         if self._socket.fileno() < 0:
@@ -198,7 +194,6 @@ class SideChannel:
         self.num_failures = 0
 
     def _check(self, now: float) -> None:
-        """Raise where the answer does not come: the connection has closed, or it is late."""
         if self._socket is None:
             return
         if self._socket.error and self._questions and not self._is_sent:
@@ -248,7 +243,6 @@ class SideChannelClient:
         self._log = RateLimitedLog()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have something done by a later `poll`."""
         when = time.monotonic() + seconds
         heapq.heappush(self._timers, (when, next(self._numbers), action))
 

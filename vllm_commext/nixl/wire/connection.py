@@ -51,11 +51,7 @@ def bound_waits(connection: socket.socket) -> None:
 
 
 def addresses(host: str, port: int) -> list[tuple[int, Any]]:
-    """Family and address of a host, IPv4 first.
-
-    Raises:
-        OSError: it has none.
-    """
+    """Family and address of a host, IPv4 first; raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted(
         ((entry[0], entry[4]) for entry in found), key=lambda one: one[0] != socket.AF_INET
@@ -70,7 +66,6 @@ class _Budget:
         self._num_bytes = 0
 
     def change(self, num_bytes: int) -> bool:
-        """Hold that many more, or fewer; False where that is too much."""
         with self._lock:
             self._num_bytes += num_bytes
             return num_bytes <= 0 or self._num_bytes <= MAX_UNFINISHED_BYTES
@@ -99,11 +94,7 @@ class _Lookup:
             _LOOKUPS.release()
 
     def take(self) -> tuple[int, Any] | None:
-        """None where it is still being looked up.
-
-        Raises:
-            OSError: it has no address.
-        """
+        """None where it is still being looked up; raises OSError."""
         if isinstance(self._found, OSError):
             raise self._found
         return self._found
@@ -151,11 +142,7 @@ class SideChannelSocket:
             self._end(str(error), error.errno)
 
     def receive(self) -> bytes | None:
-        """The next message, None where there is none yet.
-
-        Raises:
-            ProtocolError: what came is not of this protocol.
-        """
+        """The next message, None where there is none yet; raises ProtocolError."""
         try:
             message = self._decoder.take()
             while message is None and self._move():
@@ -219,7 +206,6 @@ class SideChannelSocket:
                 del self._out[: self._socket.send(self._out)]
 
     def _count(self) -> None:
-        """Hold no more, over all connections, than may be."""
         change = self._decoder.num_held - self._num_counted
         self._num_counted += change
         if not _UNFINISHED.change(change):

@@ -34,10 +34,8 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker's cache is read by processes of its host through a mapping, see ``mapped``.
 
     Attributes:
-        place: see ``mapped.reader.place_of_process``.
         regions: all allocations with parts of the cache, and the token's.
         token_address: where a reader finds the token, within a region.
-        token: drawn at the worker's start.
     """
 
     place: str
@@ -50,16 +48,11 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
     Attributes:
-        facts: configuration on which both sides must agree, name to value.
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
-        fence_address: of the worker's nonces, see ``fence``.
-        num_fence_slots: 0 for none.
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
         stream_headers: address of the headers of its progress table, see ``stream.progress``.
         stream_entries: address of the progress table's block ids.
-        num_stream_rows: rows of the progress table, 0 where it streams nothing.
-        pieces_per_row: pieces of block ids in a row.
         generations: address of its blocks' generations, see ``reuse.offers``.
         num_generations: one a block, or 0 where it has no blocks on offer.
         mapped: None where its cache is not read through a mapping.
@@ -91,7 +84,6 @@ def encode_description(description: WorkerDescription) -> bytes:
 
 
 def describe(description: bytes, incarnation: str, host: str = "", port: int = 0) -> Described:
-    """Wrap an encoded ``WorkerDescription`` for the side channel at ``host`` and ``port``."""
     checksum = hashlib.sha256(description).digest()
     return Described(
         incarnation=incarnation, description=description, checksum=checksum, host=host, port=port
@@ -99,11 +91,7 @@ def describe(description: bytes, incarnation: str, host: str = "", port: int = 0
 
 
 def open_description(reply: Described) -> WorkerDescription:
-    """Check and decode a worker's description.
-
-    Raises:
-        ProtocolError: the checksum does not fit, or the description is not complete and consistent.
-    """
+    """Check and decode a worker's description; raises ProtocolError."""
     if hashlib.sha256(reply.description).digest() != reply.checksum:
         raise ProtocolError("the worker description does not fit its checksum: it was altered")
     opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")

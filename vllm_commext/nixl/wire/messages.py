@@ -37,7 +37,6 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
     Attributes:
         engine_id: "" for whichever engine it is.
         tp_rank: the worker's number there, see ``worker_number``.
-        consumer: who asks, engine id and worker number.
         configuration: digest of the facts of the engine that asks.
     """
 
@@ -51,8 +50,6 @@ class Described(Frame, tag="described", frozen=True):
     """Side channel, the answer; host and port as request parameters name them.
 
     Attributes:
-        incarnation: differs at every start of the engine; the request parameters carry it too.
-        description: an encoded ``WorkerDescription``.
         checksum: SHA-256 digest of the description.
     """
 
@@ -82,10 +79,8 @@ class FindStreams(Frame, tag="find_streams", frozen=True):
     the same connection, takes its place.
 
     Attributes:
-        keys: of prompts that are looked for.
         awaited: of prompts whose first tokens are; together at most ``MAX_KEYS``.
         wait_seconds: when it is answered at the latest, at most ``MAX_WAIT_SECONDS``.
-        consumer: who asks, engine id.
     """
 
     keys: list[str]
@@ -99,12 +94,9 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
 
     Attributes:
         refusal: why it will not be, "" where it is.
-        request_id: in the prefill engine.
-        num_tokens: of its prompt.
         row: of the workers' progress tables, see ``stream.progress``.
         tag: tells it there from other requests that get the row.
         fence_nonce: stands in the slot until the request is preempted or ends.
-        prompt: see ``prompt.digests``.
         regions: where each group's block ids begin in the row, in pieces.
         first_token: sampled after the prompt; -1 where there is none yet, or none that another
             engine could use.
@@ -142,7 +134,6 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
     Attributes:
         hashes: of a prompt's blocks from its first on, see ``reuse.offers``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
-        consumer: who asks, engine id.
     """
 
     hashes: bytes
@@ -150,12 +141,7 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
 
 
 class FoundBlocks(Frame, tag="found_blocks", frozen=True):
-    """Side channel, the answer: the blocks up to the first that is not there.
-
-    Attributes:
-        block_ids: by position in the prompt.
-        generations: of each, see ``reuse.offers``.
-    """
+    """Side channel, the answer: the blocks up to the first that is not there."""
 
     engine_id: str
     incarnation: str
@@ -221,7 +207,6 @@ class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
     Attributes:
-        request_id: in the prefill engine, see `short_id`.
         consumer: engine id and worker number of the reader; the same consumer counts once.
         num_consumers: consumers that the prefill worker has to wait for.
     """
@@ -236,10 +221,7 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
     reads them.
 
     Attributes:
-        consumer: as in ``Released``.
         sender: differs at every start of the reader.
-        sequence: grows with each message of the sender.
-        request_ids: in the prefill engine, see `short_id`.
     """
 
     consumer: str

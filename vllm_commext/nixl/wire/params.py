@@ -61,7 +61,6 @@ def write_place(host: str, port: int, secret: bytes | None = None) -> dict[str, 
 
 
 def prove_place(secret: bytes | None, host: str, port: int) -> str:
-    """What proves that an engine's side channel is there; empty without a secret."""
     return "" if secret is None else prove_params(secret, _SideChannel(host, port))
 
 
@@ -79,11 +78,8 @@ def _check_place(secret: bytes | None, host: str, port: int, proof: Any, name: s
 def places_for_reuse(
     params: Mapping[str, Any] | None, secret: bytes | None = None
 ) -> list[tuple[str, int]]:
-    """Host and port of the side channels of engines that may have blocks of a request's prompt.
-
-    Raises:
-        ProtocolError: they are not those of engines, or not proven.
-    """
+    """Host and port of the side channels of engines that may have blocks of a request's prompt;
+    raises ProtocolError."""
     named = (params or {}).get(_PLACES)
     if named is None:
         return []
@@ -140,10 +136,7 @@ class TransferParams:
     """A finished prefill as a router carries it.
 
     Attributes:
-        remote: where its blocks are.
-        prompt: see ``prompt.digests``.
         first_token: sampled after the prompt, -1 where none is handed over.
-        sampling: how it was drawn, see ``first_token.offer``.
         computed_at: milliseconds since 1970 of the prefill engine's clock; 0 where it is not said.
     """
 
@@ -242,12 +235,10 @@ def answer_of(params: Mapping[str, Any] | None, num_tokens: int, most: int | Non
 
 
 def key_of(params: Mapping[str, Any] | None) -> str:
-    """The key under which a request's two halves are sent to both engines at once, "" for none."""
     return as_key((params or {}).get("stream_key"))
 
 
 def as_key(value: Any) -> str:
-    """*value* where it is a key, as routers draw them; else ""."""
     return value if isinstance(value, str) and _KEY.fullmatch(value) else ""
 
 
@@ -344,7 +335,6 @@ def _protocol_of(pp_size: int) -> int:
 
 
 def _check_protocol(remote: _RemoteParams) -> None:
-    """Refuse another version's parameters, and those that have lost the number of stages."""
     got, expected = remote.remote_protocol, _protocol_of(remote.pp_size)
     if got == expected:
         return

@@ -48,7 +48,6 @@ class Prompt:
 
     Attributes:
         num_tokens: its tokens, embeddings counted as one each.
-        token_ids: one a token; None where all of it is embeddings.
         embeddings: [num_tokens, hidden size] or None.
         is_token: of each position whether the token id counts, not the embedding; None where all of
             the prompt is of one kind.

@@ -53,7 +53,6 @@ class Sealed(wire.Frame, tag="sealed", frozen=True):
 
     Attributes:
         sent: when it was sealed, in seconds since 1970 of the sender's clock.
-        nonce: of the asker, and the number of its request; the reply carries that of its request.
         proof: HMAC-SHA256 of the purpose, ``sent``, ``nonce`` and ``body``.
     """
 
@@ -70,11 +69,7 @@ _CANONICAL = msgspec.msgpack.Encoder(order="sorted")
 
 def read_secret(path: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret from a file, or from ``SECRET_VARIABLE`` where no file is named; None without
-    either.  White space around it does not count.
-
-    Raises:
-        ConfigError: the file cannot be read, or the secret is too short or too long.
-    """
+    either. White space around it does not count; raises ConfigError."""
     source = f"side_channel_secret_file {path!r}" if path else SECRET_VARIABLE
     if path:
         try:
@@ -95,7 +90,6 @@ def read_secret(path: str, environ: Mapping[str, str] = os.environ) -> bytes | N
 
 
 def seal(secret: bytes, purpose: bytes, frame: bytes, nonce: bytes, now: float) -> bytes:
-    """A frame with its proof, ``now`` in seconds since 1970."""
     proof = _proof(secret, purpose, now, nonce, frame)
     return wire.encode(Sealed(sent=now, nonce=nonce, body=frame, proof=proof))
 
@@ -151,7 +145,6 @@ def check_params(secret: bytes, content: Any, proof: str) -> None:
 
 
 def is_proof(proof: Any, expected: str) -> bool:
-    """Compare in constant time."""
     return isinstance(proof, str) and hmac.compare_digest(
         expected.encode(), proof.encode(errors="replace")
     )

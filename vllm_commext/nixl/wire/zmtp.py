@@ -25,7 +25,6 @@ _MECHANISM = b"NULL".ljust(20, b"\0")
 
 
 def opening(kind: str) -> bytes:
-    """What an end sends first, whatever the other one sends."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     greeting = (signature + bytes([_VERSION, 0]) + _MECHANISM).ljust(GREETING_BYTES, b"\0")
     properties = {b"Socket-Type": kind.encode(), b"Identity": b""}
