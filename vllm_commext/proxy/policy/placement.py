@@ -23,7 +23,7 @@ DELAY_WEIGHT = 0.02
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth."""
 HOPE = 0.9
-"""Share of answers in time where a token takes just the limit."""
+"""Share of answers in time where a token takes just the limit, because of prompts."""
 GIVEN_UP = 1.25
 """Steps of so many limits: where no engine keeps the limit, one more answer costs nothing there, so
 that the others get well."""
@@ -177,7 +177,8 @@ class Planner:
         """Share of answers in time of those whose second token comes *late* seconds later."""
         room = self.shared.limits.tpot - at.pace
         if room <= 0.0:
-            return HOPE * self.shared.limits.tpot / at.pace
+            tpot = self.shared.limits.tpot
+            return HOPE * tpot / at.pace if at.slower < tpot else 0.0
         return 1.0 - self.shared.lengths.ended((late + room) / room, 1) if late else 1.0
 
     def _late(
