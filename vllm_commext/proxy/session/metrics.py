@@ -16,6 +16,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5, 30)
 _TOKEN_SECONDS = (0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.05, 0.1, 0.25, 1)
 _PAGE_SHARE = 4
+_PREFIX = "commext_proxy_"
 
 
 class ProxyMetrics:
@@ -23,126 +24,75 @@ class ProxyMetrics:
         self._pools = tuple(pools)
         self._page, self._page_until = b"", 0.0
         self._registry = CollectorRegistry()
-        counter, gauge = self._counter, self._gauge
-        self.requests = counter(
-            "commext_proxy_requests",
-            "Requests ended, by outcome and by the side that decided it.",
-            *("endpoint", "outcome", "side"),
-        )
-        self.local_prefills = counter(
-            "commext_proxy_local_prefills",
-            "Requests sent to a decode engine without a prefill engine's KV cache, by reason.",
-            "reason",
-            values=LocalPrefill,
-        )
-        self.retries = counter(
-            "commext_proxy_retries", "Attempts on another engine after a failure, by role.", "role"
-        )
-        self.restarts = counter(
-            "commext_proxy_restarts",
-            "Requests retried from the start because decode failed before the first token.",
-            "outcome",
-        )
-        self.resumes = counter(
-            "commext_proxy_resumes",
-            "Streams whose decode engine was lost or gave them up, by what became of them.",
-            "result",
-            values=Resume,
-        )
-        self.moves = counter(
-            "commext_proxy_moves",
-            "Streams whose decode engine drains, by what became of them there.",
-            "result",
-            values=Resume,
-        )
-        self.streams = counter(
-            "commext_proxy_streams",
-            "Two-step requests, by concurrent dispatch (streamed) or the reason against it.",
-            "way",
-            values=AtOnce,
-        )
-        self.releases = counter(
-            "commext_proxy_releases",
-            "Prefills that nobody was to read: those whose engines were told, or could not be.",
-            "outcome",
-            values=("sent", "failed"),
-        )
-        self.placements = counter(
-            "commext_proxy_placements",
-            "Attempts whose engines were planned: wholly at one engine, handed over to another, or "
-            "wholly at the engine with the least work, while no speed is known or by choice.",
-            "kind",
-            values=KINDS,
-        )
-        self.affinity_tokens = counter(
-            "commext_proxy_affinity_tokens",
-            "Estimated prompt tokens already cached (held) or not (new) on the chosen engine.",
-            *("role", "kind"),
-        )
-        self.in_flight = gauge("commext_proxy_requests_in_flight", "Requests being served now.")
-        self._healthy = gauge("commext_proxy_engines_healthy", "Healthy engines.", "role")
-        self._engine_in_flight = gauge(
-            "commext_proxy_engine_requests_in_flight",
-            "Requests of this proxy that an engine works on now.",
-            *("role", "engine"),
-        )
+        self._describe_counts()
         self._describe_times()
 
+    def _describe_counts(self) -> None:
+        counter, gauge = self._counter, self._gauge
+        text = "Requests ended, by outcome and by the side that decided it."
+        self.requests = counter("requests", text, "endpoint", "outcome", "side")
+        text = "Requests sent to a decode engine without a prefill engine's KV cache, by reason."
+        self.local_prefills = counter("local_prefills", text, "reason", values=LocalPrefill)
+        text = "Attempts on another engine after a failure, by role."
+        self.retries = counter("retries", text, "role")
+        text = "Requests retried from the start because decode failed before the first token."
+        self.restarts = counter("restarts", text, "outcome")
+        text = "Streams whose decode engine was lost or gave them up, by what became of them."
+        self.resumes = counter("resumes", text, "result", values=Resume)
+        text = "Streams whose decode engine drains, by what became of them there."
+        self.moves = counter("moves", text, "result", values=Resume)
+        text = "Two-step requests, by concurrent dispatch (streamed) or the reason against it."
+        self.streams = counter("streams", text, "way", values=AtOnce)
+        text = "Prefills that nobody was to read: those whose engines were told, or could not be."
+        self.releases = counter("releases", text, "outcome", values=("sent", "failed"))
+        text = (
+            "Attempts whose engines were planned: wholly at one engine, handed over to another, or "
+            "wholly at the engine with the least work, while no speed is known or by choice."
+        )
+        self.placements = counter("placements", text, "kind", values=KINDS)
+        text = "Estimated prompt tokens already cached (held) or not (new) on the chosen engine."
+        self.affinity_tokens = counter("affinity_tokens", text, "role", "kind")
+        self.in_flight = gauge("requests_in_flight", "Requests being served now.")
+        self._healthy = gauge("engines_healthy", "Healthy engines.", "role")
+        text = "Requests of this proxy that an engine works on now."
+        self._engine_in_flight = gauge("engine_requests_in_flight", text, "role", "engine")
+
     def _describe_times(self) -> None:
-        self.prefill_seconds = self._seconds(
-            "commext_proxy_prefill_seconds",
-            "Time of a successful prefill step, other engines tried included.",
-        )
-        self.decode_headers_seconds = self._seconds(
-            "commext_proxy_decode_headers_seconds",
-            "Time until the decode engine's first token (without streaming: its answer).",
-        )
-        self.first_token_seconds = self._seconds(
-            "commext_proxy_first_token_seconds",
-            "From a request's arrival to its first token, of streamed answers, by decode engine.",
-            "engine",
-        )
+        text = "Time of a successful prefill step, other engines tried included."
+        self.prefill_seconds = self._seconds("prefill_seconds", text)
+        text = "Time until the decode engine's first token (without streaming: its answer)."
+        self.decode_headers_seconds = self._seconds("decode_headers_seconds", text)
+        text = "From a request's arrival to its first token, of streamed answers, by decode engine."
+        self.first_token_seconds = self._seconds("first_token_seconds", text, "engine")
+        text = "Between two pieces of a streamed answer, by decode engine."
         self.inter_token_seconds = self._seconds(
-            "commext_proxy_inter_token_seconds",
-            "Between two pieces of a streamed answer, by decode engine.",
-            "engine",
-            buckets=_GAP_SECONDS,
+            "inter_token_seconds", text, "engine", buckets=_GAP_SECONDS
         )
-        self.move_seconds = self._seconds(
-            "commext_proxy_move_pause_seconds",
-            "Between two tokens of a stream that went on at another engine as its own drained.",
-        )
-        self.expected_first_token = self._seconds(
-            "commext_proxy_placement_first_token_seconds",
-            "Time to the first token of streams that were placed, as expected and as it came.",
-            "kind",
-        )
+        text = "Between two tokens of a stream that went on at another engine as its own drained."
+        self.move_seconds = self._seconds("move_pause_seconds", text)
+        text = "Time to the first token of streams that were placed, as expected and as it came."
+        self.expected_first_token = self._seconds("placement_first_token_seconds", text, "kind")
+        text = "Time to each token after it, as a mean over the answer, as expected and as it came."
         self.expected_per_token = self._seconds(
-            "commext_proxy_placement_per_token_seconds",
-            "Time to each token after it, as a mean over the answer, as expected and as it came.",
-            "kind",
-            buckets=_TOKEN_SECONDS,
+            "placement_per_token_seconds", text, "kind", buckets=_TOKEN_SECONDS
         )
-        self.request_seconds = self._seconds(
-            "commext_proxy_request_seconds",
-            "From a request's arrival to the end of its answer, by decode engine.",
-            "engine",
-        )
+        text = "From a request's arrival to the end of its answer, by decode engine."
+        self.request_seconds = self._seconds("request_seconds", text, "engine")
 
     def _counter(self, name: str, text: str, *labels: str, values: Iterable[str] = ()) -> Counter:
         """A counter that begins with a 0 for each of *values*, which a rate needs."""
-        made = Counter(name, text, labels, registry=self._registry)
+        made = Counter(_PREFIX + name, text, labels, registry=self._registry)
         for value in values:
             made.labels(value)
         return made
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self._registry)
+        return Gauge(_PREFIX + name, text, labels, registry=self._registry)
 
     def _seconds(
         self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS
     ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+        return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=self._registry)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format. A page is served again for `_PAGE_SHARE` times as

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_commext.proxy.deadline import end_tasks
@@ -23,26 +22,19 @@ CLOSE_SECONDS = 2.0
 RANK = "X-data-parallel-rank"
 
 
-class ReleaseTarget(NamedTuple):
+class Key(NamedTuple):
+    """Names a prefill to its engine; *value* is "" where that takes no keys."""
+
     engine: Engine
     authorization: str | None
     model: str | None
-
-
-@dataclass(frozen=True)
-class Key:
-    """Names a prefill; "" where its engine takes no keys."""
-
-    target: ReleaseTarget
-    value: str
+    value: str = ""
 
 
 def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
-    model = body.get("model")
-    target = ReleaseTarget(
-        engine, headers.get("Authorization"), model if isinstance(model, str) else None
-    )
-    return Key(target, secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else "")
+    model = body.get("model") if isinstance(body.get("model"), str) else None
+    value = secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else ""
+    return Key(engine, headers.get("Authorization"), model, value)
 
 
 Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
@@ -54,17 +46,16 @@ class Releases:
     def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
         self._post = post
         self._note = note
-        self._waiting: dict[ReleaseTarget, list[str]] = {}
+        self._waiting: dict[Key, list[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, key: Key) -> None:
-        if not key.value:
-            return
-        if key.target in self._waiting:
-            self._waiting[key.target].append(key.value)
-        else:
-            self._waiting[key.target] = [key.value]
-            self._begin(self._send_all(key.target))
+        target = key._replace(value="")
+        if key.value and target in self._waiting:
+            self._waiting[target].append(key.value)
+        elif key.value:
+            self._waiting[target] = [key.value]
+            self._begin(self._send_all(target))
 
     async def close(self) -> None:
         if self._tasks:
@@ -76,7 +67,7 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_all(self, target: ReleaseTarget) -> None:
+    async def _send_all(self, target: Key) -> None:
         """Send keys while there are any, without waiting for answers."""
         while keys := self._waiting[target]:
             self._waiting[target] = keys[MAX_KEYS:]
@@ -87,7 +78,7 @@ class Releases:
             await asyncio.sleep(GATHER_SECONDS)
         del self._waiting[target]
 
-    async def _send(self, target: ReleaseTarget, headers: dict[str, str], keys: list[str]) -> None:
+    async def _send(self, target: Key, headers: dict[str, str], keys: list[str]) -> None:
         headers["Content-Type"] = "application/json"
         if target.authorization is not None:
             headers["Authorization"] = target.authorization
