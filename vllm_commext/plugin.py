@@ -65,7 +65,7 @@ def _activate_nixl() -> None:
     from vllm_commext.compat import kv_connector
 
     if importlib.util.find_spec("nixl") is None:
-        raise UnsupportedError("NIXL is not installed, `pip install nixl` brings it")
+        raise UnsupportedError("NIXL is not installed, `pip install nixl==1.5.1` brings it")
     kv_connector.note_layout_choice()
     _add_connector(CONNECTOR_MODULE)
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         importlib.import_module("vllm_commext.bench.client")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}: pip install aiohttp brings what it needs") from error
+        raise ConfigError(f"{error}: pip install 'aiohttp>=3.10' brings it") from error
     if not 1 <= len(args.endpoint) <= len(NAMES) or args.rounds < 1:
         raise ConfigError(
             f"expected 1 to {len(NAMES)} endpoints and 1 round or more, got {len(args.endpoint)} "

@@ -299,13 +299,14 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("toggles", "", toggles),
     Row(
-        *("vllm", "vllm", vllm), "pip install vllm; without it only `proxy` and `bench` are of use"
+        *("vllm", "vllm", vllm),
+        "pip install vllm==0.33.0; without it only `proxy` and `bench` are of use",
     ),
     Row("parts", "", fitting_parts),
     Row("capabilities", "", capabilities),
     Row(
         *("nixl", "nixl", partial(library, "nixl", "nixl")),
-        "the connector needs it: pip install nixl",
+        "the connector needs it: pip install nixl==1.5.1",
     ),
     Row(
         *("nixl", "plug-ins that load", nixl_plugins),

@@ -5,10 +5,13 @@ exit status. It may have an ``EPILOG``, an example that stands under its help.
 """
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, NoReturn
 
 from vllm_commext import __version__
 from vllm_commext.errors import CommextError
@@ -25,8 +28,34 @@ def _load(command: str) -> ModuleType:
     return importlib.import_module(f"vllm_commext.cli.{command}")
 
 
+_REWORDED = (
+    (re.compile(r"^argument "), ""),
+    (re.compile(r"invalid int value: (.*)"), r"expected a whole number, got \1"),
+    (re.compile(r"invalid float value: (.*)"), r"expected a number, got \1"),
+    (re.compile(r"invalid choice: (.*) \(choose from (.*)\)"), r"expected one of \2, got \1"),
+    (re.compile(r"expected one argument"), "expected a value behind it, got none"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says one sentence about an error, and no usage. Options are typed in full."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, text in _REWORDED:
+            message = pattern.sub(text, message)
+        self.exit(EXIT_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, unknown: str) -> NoReturn:
+        known = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        meant = f", such as {known[0]}" if known else ""
+        self.error(f"{unknown}: expected an option of this command{meant}, got an unknown one")
+
+
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM,
         description="Communication extensions for vLLM: serving, diagnosis, proxy, drain, load.",
     )
@@ -42,7 +71,7 @@ def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
+        subparser.set_defaults(run=module.run, parser=subparser)
     return parser
 
 
@@ -54,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     named = [arguments[0]] if arguments[0] in COMMANDS else list(COMMANDS)
     at = arguments.index("--") if arguments[0] == SERVE and "--" in arguments else len(arguments)
-    args = _build_parser(named).parse_args(arguments[:at])
+    args, unknown = _build_parser(named).parse_known_args(arguments[:at])
+    if unknown:
+        args.parser.refuse(unknown[0])
     args.engine_args = arguments[at + 1 :]
     try:
         return args.run(args)

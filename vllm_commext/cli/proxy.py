@@ -9,7 +9,15 @@ from functools import partial
 from typing import Any
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import MODES, ORDERS, PLACEMENTS, ProxyConfig
+from vllm_commext.proxy.config import (
+    ADAPTIVE,
+    AUTO,
+    MODES,
+    ORDERS,
+    PLACEMENTS,
+    SHORTEST,
+    ProxyConfig,
+)
 
 HELP = "an OpenAI endpoint in front of prefill and decode engines"
 
@@ -187,27 +195,55 @@ def _flag(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal. 0: ended by one; 1: could not listen; 2: wrong options."""
+    """Serve until a signal. 0: ended by one; 2: it cannot serve, and says why."""
     try:
-        names = [option.name for option in fields(ProxyConfig) if hasattr(args, option.name)]
-        values = {name: getattr(args, name) for name in names}
-        config = ProxyConfig(**values)
+        config = _config(args)
     except ConfigError as error:
-        return _fail(2, str(error))
+        return _fail(_as_typed(str(error)))
     try:
-        from vllm_commext.proxy.server import fitted, raise_limit, run_loop, serve
+        from vllm_commext.proxy.server import check, fitted, raise_limit, run_loop, serve
     except ModuleNotFoundError as error:
-        return _fail(2, f"{error}: pip install aiohttp prometheus-client brings what it needs")
+        return _fail(f'{error}: pip install "vllm_commext[proxy]" brings it')
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
+        check(config)
         run_loop(serve(fitted(config, raise_limit()), partial(print, flush=True)))
     except ConfigError as error:
-        return _fail(1, str(error))
+        return _fail(str(error))
     return 0
 
 
-def _fail(status: int, message: str) -> int:
+def _config(args: argparse.Namespace) -> ProxyConfig:
+    names = [option.name for option in fields(ProxyConfig) if hasattr(args, option.name)]
+    config = ProxyConfig(**{name: getattr(args, name) for name in names})
+    is_open = config.engines_file or config.admin_port is not None  # any engine may come
+    is_adaptive = config.placement == ADAPTIVE or (
+        config.placement == AUTO and bool(config.both or is_open)
+    )
+    for name in ("tpot_ms", "ttft_ms"):
+        value = getattr(config, name)
+        if value and not is_adaptive and config.prompt_order != SHORTEST:
+            raise ConfigError(
+                f"{name}: expected engines that are placed adaptively, got {value} and fixed "
+                "roles; name engines by --engine, or leave it out"
+            )
+    if config.ttft_ms and not config.tpot_ms and config.prompt_order != SHORTEST:
+        raise ConfigError(
+            f"ttft_ms: expected --tpot-ms beside it, got {config.ttft_ms} alone; add --tpot-ms"
+        )
+    return config
+
+
+def _as_typed(message: str) -> str:
+    """*message* with the option in place of the field that it begins with."""
+    name, colon, rest = message.partition(":")
+    if name not in {option.name for option in fields(ProxyConfig)}:
+        return message
+    return _flag(name.removesuffix(_UNIT)) + colon + rest
+
+
+def _fail(message: str) -> int:
     print(f"vllm-commext proxy: {message}", file=sys.stderr)
-    return status
+    return 2

@@ -16,7 +16,13 @@ from vllm_commext.proxy.engines.choice import is_adaptive
 from vllm_commext.proxy.engines.discovery import Registry, Sources
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.http.access import ApiKeys, allow_browsers, answer_errors, log_access
+from vllm_commext.proxy.http.access import (
+    ApiKeys,
+    allow_browsers,
+    answer_errors,
+    hide_software,
+    log_access,
+)
 from vllm_commext.proxy.http.connections import serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.intake import BodyBudget, Intake
@@ -71,6 +77,7 @@ class ProxyApp:
             middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
         )
         app.cleanup_ctx.append(self._resources)
+        app.on_response_prepare.append(hide_software)
         for path in ENDPOINTS:
             app.router.add_post(path, self.generate)
         for path in _FETCHED:

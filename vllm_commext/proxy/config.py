@@ -104,7 +104,9 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port: expected 0 (any free port) to 65535, got {self.port}")
+            raise ConfigError(
+                f"port: expected 0 (any free port) to 65535, got {self.port}; choose another one"
+            )
         for option in fields(self):
             if "help" in option.metadata:
                 _check_number(option.name, getattr(self, option.name), option.default)
@@ -135,7 +137,10 @@ def two_roles_error(url: str) -> ConfigError:
 def _check_number(name: str, value: float, default: Any) -> None:
     if math.isfinite(value) and (value > 0 or value == default == 0):
         return
-    raise ConfigError(f"{name}: expected a finite number above zero, got {value}")
+    least = "zero or more" if default == 0 else "above zero"
+    raise ConfigError(
+        f"{name}: expected a finite number {least}, got {value}; leave it out for {default}"
+    )
 
 
 def read_secret(path: str) -> str:
@@ -150,24 +155,29 @@ def read_secret(path: str) -> str:
 
 
 def _engine_urls(role: str, urls: Sequence[str], may_be_empty: bool) -> tuple[str, ...]:
-    checked = tuple(_named_url(role, url) for url in urls)
+    checked = tuple(_named_url(_OPTIONS.get(role, f"--{role}"), url) for url in urls)
     if not checked and not may_be_empty:
         raise ConfigError(
-            f"no {role} engine given: expected at least one --{role} http://HOST:PORT"
+            f"no {role} engine given: expected at least one --{role} http://HOST:PORT; name one, "
+            "or by --engine one that takes both steps"
         )
     if repeated := {url for url in checked if checked.count(url) > 1}:
         raise ConfigError(f"{role} engine given twice: {sorted(repeated)[0]}")
     return checked
 
 
-def _named_url(role: str, url: str) -> str:
+_OPTIONS = {"both": "--engine"}
+
+
+def _named_url(given_by: str, url: str) -> str:
     prefix = DNS_SCHEME if url.startswith(DNS_SCHEME + "http://") else ""
-    return prefix + engine_url(role, url.removeprefix(prefix))
+    return prefix + engine_url(given_by, url.removeprefix(prefix))
 
 
-def engine_url(role: str, url: str) -> str:
-    """Normalise *url* to the form that engines are known by. Raises `ConfigError`."""
-    expected = f"--{role}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
+def engine_url(given_by: str, url: str) -> str:
+    """Normalise *url* to the form that engines are known by. Raises `ConfigError` that names
+    *given_by*."""
+    expected = f"{given_by}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -175,7 +185,9 @@ def engine_url(role: str, url: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{expected} ({error})") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(expected)
+        raise ConfigError(f"{expected}; write the address that vllm serve listens on")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{expected}; leave out /v1, which requests bring along")
     if parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"{expected}: no query, fragment, user or password belongs there")
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"

@@ -178,6 +178,21 @@ class Outcome:
         return told | ({"X-Commext-Prefill": route.prefill} if has_prefill else {})
 
 
+_REASONS = {
+    "ServerDisconnectedError": "it closed the connection",
+    "ClientPayloadError": "its answer was cut off",
+    "ConnectionTimeoutError": "no connection in time",
+}
+
+
+def reason_of(error: BaseException) -> str:
+    """Cause of a connection's *error*, in words."""
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return _REASONS.get(type(error).__name__, "it sent what is no HTTP answer")
+
+
 def lack(error: BaseException | None) -> str:
     """Resource that this host lacks, if that caused *error*; "" if not."""
     while error is not None:

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,8 +20,8 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.engines.admin import AdminApp
-from vllm_commext.proxy.engines.discovery import Registry
-from vllm_commext.proxy.http.access import server_tls
+from vllm_commext.proxy.engines.discovery import Registry, read_places
+from vllm_commext.proxy.http.access import ApiKeys, engine_tls, server_tls
 from vllm_commext.proxy.http.connections import SOCKET_BYTES, Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -29,6 +30,19 @@ _MAX_ADMIN_CONNECTIONS = 64
 _BACKLOG = 2048  # beyond, the kernel drops connections, and clients try again a second later
 # Requests have drained before the runner is closed; this bounds what is left to close.
 _CLOSE_SECONDS = 0.25
+
+
+def check(config: ProxyConfig) -> None:
+    """Look for what would end or disable the proxy once it runs. Raises `ConfigError`."""
+    if config.engines_file:
+        read_places(Path(config.engines_file))
+    for path in (config.engine_api_key_file, config.admin_token_file):
+        if path:
+            read_secret(path)
+    if config.api_key_file:
+        ApiKeys(config.api_key_file)
+    server_tls(config)
+    engine_tls(config)
 
 
 async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
@@ -137,7 +151,7 @@ def _bound(host: str, port: int, prefix: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error}; choose another "
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another "
             f"--{prefix}host or --{prefix}port, or --{prefix}port 0"
         ) from error
 

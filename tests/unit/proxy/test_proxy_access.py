@@ -97,6 +97,36 @@ async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> No
                     assert response.status == status
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_no_answer_names_the_libraries_of_the_proxy(kit: Any, role: str) -> None:
+    """Neither in a header nor in an error, nor their versions."""
+    async with kit.cluster() as cluster:
+        getattr(cluster, role)[0].behave = kit.dropping
+        host, port = cluster.url.removeprefix("http://").split(":")
+        asked = (
+            "GET /live",
+            "GET /none",
+            "PUT /live",
+            "OPTIONS /v1/models",
+            "\x16\x03",
+            "GET /metrics",
+        )
+        for line in asked:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = " HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            writer.write((line + head).encode("latin-1"))
+            told = (await asyncio.wait_for(reader.read(), 30)).lower()
+            writer.close()
+            assert told.startswith(b"http/1.")
+            assert b"aiohttp" not in told
+            assert b"python/" not in told
+        for body in (BODY, {**BODY, "stream": True}):
+            response = await cluster.ask(body)
+            told = f"{response.headers} {await response.text()}"
+            assert "aiohttp" not in told.lower()
+            assert "ServerDisconnected" not in told
+
+
 async def test_handshakes_that_stall_count_as_connections(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,13 +140,13 @@ async def test_draining_is_bounded_and_aborts_what_is_left(kit: Any) -> None:
         assert isinstance(result[0], aiohttp.ClientError)
 
 
-async def test_a_taken_port_ends_with_status_1_and_says_what_to_do(kit: Any) -> None:
+async def test_a_taken_port_ends_with_status_2_and_says_what_to_do(kit: Any) -> None:
     async with (
         kit.engine(kit.decode_ok).running() as taken,
         started(kit, "--port", str(taken.port)) as proxy,
     ):
         _, told = await asyncio.wait_for(proxy.process.communicate(), BOUND_SECONDS)
-        assert proxy.process.returncode == 1
+        assert proxy.process.returncode == 2
         last = told.decode().splitlines()[-1]
         assert last.startswith(f"vllm-commext proxy: cannot listen on 127.0.0.1 port {taken.port}")
         assert "choose another --host or --port" in last

@@ -138,7 +138,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"CommextNixlConnector needs NIXL, which does not load here ({error}): "
-            "`pip install nixl` brings it, `vllm-commext doctor` checks it"
+            "`pip install nixl==1.5.1` brings it, `vllm-commext doctor` checks it"
         ) from error
 
 

@@ -12,7 +12,7 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.engines.discovery import ADMIN, EngineEndpoint, Registry
 from vllm_commext.proxy.engines.pool import ENGINE_ROLES, Engine
-from vllm_commext.proxy.http.access import answer_errors, bears_one_of
+from vllm_commext.proxy.http.access import answer_errors, bears_one_of, hide_software
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
@@ -31,6 +31,7 @@ class AdminApp:
         app = web.Application(
             middlewares=[answer_errors, self._check_token], client_max_size=MAX_ADMIN_BODY_BYTES
         )
+        app.on_response_prepare.append(hide_software)
         app.router.add_get("/engines", self._show)
         app.router.add_post("/engines", self._add)
         app.router.add_delete("/engines", self._remove)

@@ -125,15 +125,17 @@ def read_places(path: Path) -> list[EngineEndpoint]:
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{expected}, got {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{expected}, got {error.strerror}; correct the path") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{expected}, got no JSON ({error})") from error
     if not isinstance(content, dict) or set(content) - set(ENGINE_ROLES):
         raise ConfigError(f"{expected}, got {str(content)[:80]}")
     places: list[EngineEndpoint] = []
     for role, urls in content.items():
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f"{expected}, got {str(urls)[:80]} for {role}")
-        places += [EngineEndpoint(role, engine_url(role, url)) for url in urls]
+        places += [EngineEndpoint(role, engine_url(f"{path}, {role}", url)) for url in urls]
     return places
 
 

@@ -13,7 +13,7 @@ from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import PAGE_NAMES, Engine, read_cache, read_capabilities
 from vllm_commext.proxy.http.connections import complaints
-from vllm_commext.proxy.outcome import lack
+from vllm_commext.proxy.outcome import lack, reason_of
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -153,7 +153,7 @@ class HealthMonitor:
         except (aiohttp.ClientError, OSError) as error:
             if lacked := lack(error):
                 raise _LackError(lacked) from error
-            return None, False, f"/health failed: {error}"
+            return None, False, f"/health failed: {reason_of(error)}"
 
 
 async def _wanted(content: aiohttp.StreamReader) -> str:

@@ -46,6 +46,11 @@ async def answer_errors(
         return _error_response(ProxyError(500, "internal", "unexpected error; see the log"))
 
 
+async def hide_software(_: web.Request, response: web.StreamResponse) -> None:
+    """Name no software and versions to whoever asks."""
+    response.headers.pop("Server", None)
+
+
 def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
     """Redirect where only the slash at the end is wrong, as vLLM does; else the error."""
     path = request.path.removesuffix("/")

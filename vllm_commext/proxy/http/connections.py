@@ -62,6 +62,7 @@ _REFUSED_SECONDS = 2.0
 """A refused connection is kept until its request is read: one that is closed before is reset, and
 its client never reads the refusal."""
 _TLS_SECONDS = 10.0
+_NO_HTTP = "expected a request in HTTP/1.1 with a line and headers of at most 64 KiB each"
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
@@ -322,12 +323,14 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        told = " ".join((message or repr(exc)).split())[:200]
-        complaints.warning("http", f"{self.peer} is refused with {status}: {told}")
+        cause = " ".join((message or repr(exc)).split())[:200]
+        complaints.warning("http", f"{self.peer} is refused with {status}: {cause}")
+        told = _NO_HTTP if status < 500 else "unexpected error; see the log"
         if request.writer.output_size > 0:
             raise ConnectionError("a response has begun already")
         kind = "bad_request" if status < 500 else "internal"
         response = web.json_response(ProxyError(status, kind, told).as_json(), status=status)
+        response.headers["Server"] = "vllm-commext"  # else aiohttp names itself
         response.force_close()
         return response
 

@@ -24,7 +24,7 @@ from vllm_commext.proxy.http.sse import (
     opens_aborted,
     says_nothing,
 )
-from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack
+from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack, reason_of
 from vllm_commext.proxy.policy.load import Answer
 
 MAX_ANSWER_BYTES = 16 * MIB
@@ -80,7 +80,7 @@ def failure_of(
         complaints.warning("descriptors", message)
         return ProxyError(503, "overloaded", message)
     if isinstance(error, _CANNOT_CONNECT):
-        message = f"could not connect to {name}: {error}"
+        message = f"could not connect to {name}: {reason_of(error)}"
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:
             engine.refuse(f"a request {message}")
         else:
@@ -94,7 +94,7 @@ def failure_of(
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
-        message = f"{name} closed the connection before its answer was complete: {error!r}"
+        message = f"{name} closed the connection before its answer was complete: {reason_of(error)}"
     more = {"side": side, "can_retry": side == PREFILL, "can_restart": True}
     lost = _failure(engine, 502, "lost", message, **more)
     meant = lost if losses is None else losses.note(lost)
