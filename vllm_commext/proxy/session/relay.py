@@ -92,7 +92,7 @@ class Relay:
 
     async def send(self, opened: Opened) -> End:
         """Send an engine's answer as far as it comes. Raises `ClientGoneError`."""
-        engine = opened.engine
+        engine, self._leaves = opened.engine, False
         idle_seconds = min(
             self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
         )
@@ -109,7 +109,7 @@ class Relay:
         except EngineLostError as error:
             return Lost(failure_of(engine, error, idle_seconds, self._lost()))
         except LeftError:
-            self._leaves, opened.first = False, b""
+            opened.first = b""
             return Left()
         except _UnfinishedError:
             return Lost(bad_answer(engine, "a stream without the event that ends it"))

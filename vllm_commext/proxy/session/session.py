@@ -72,10 +72,10 @@ class Session:
         self._asked = Asked(service, request, intake.body, headers)
         self._tries = Tries()
         self._kept: Transcript | Resume = self._asked.kept(service)
-        self._attempt: Attempt | None = None
         self._opened: Opened | None = None
-        self._relay: Relay | None = None
         self._leaving: Leaving | None = None
+        self._attempt: Attempt  # the latest
+        self._relay: Relay
 
     @property
     def _transcript(self) -> Transcript | None:
@@ -162,7 +162,7 @@ class Session:
             failure = await self._send_all(relay, opened)
         finally:
             outcome.is_answered = relay.has_sent_end
-            if relay.has_sent_end and self._attempt is not None and self._opened is not None:
+            if relay.has_sent_end and self._opened is not None:
                 self._attempt.note_end(self._opened, outcome.first_token_seconds)
             await self._stay()
         if failure is not None:
@@ -242,34 +242,30 @@ class Session:
         try:
             await leaving.end()
         finally:  # also where the client leaves meanwhile
-            if self._attempt is not None:
-                self._attempt.release()
+            self._attempt.release()
 
     async def _leave(self, leaving: Leaving) -> None:
         """Have what comes next prepared, then stop the answer, and wait until it goes on."""
-        config, result = self._service.config, Resume.FAILED
+        service, result = self._service, Resume.FAILED
+        pool, pause = service.upstream.decode_pool, service.config.move_pause_seconds
         try:
             async with asyncio.timeout(PREPARE_SECONDS):
-                while self._reason() is None and not self._has_other(leaving):
+                # One that was replaced is back after its next check.
+                while self._reason() is None and not move.has_other(leaving.engine, pool.engines):
                     await asyncio.sleep(LOOK_SECONDS)
-            async with self._service.turns:
+            async with service.turns:
                 async with asyncio.timeout(PREPARE_SECONDS):
                     result = self._reason() or await self._prepare()
-                if result is None and self._relay is not None:
+                if result is None:
                     self._relay.leave()
                     with suppress(TimeoutError):  # a client that takes no data keeps no turn
-                        async with asyncio.timeout(config.move_pause_seconds):
+                        async with asyncio.timeout(pause):
                             await leaving.has_gone_on.wait()
                     return
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
-        if self._attempt is not None:
-            self._attempt.release()
+        self._attempt.release()
         self._note_move(result or Resume.FAILED)
-
-    def _has_other(self, leaving: Leaving) -> bool:
-        """An engine that was replaced is back after its next check."""
-        return move.has_other(leaving.engine, self._service.upstream.decode_pool.engines)
 
     def _reason(self) -> Resume | None:
         """Reason to stay at an engine that drains, or None."""
@@ -299,8 +295,7 @@ class Session:
     async def _move(self, relay: Relay, old: Opened) -> Opened:
         """Rest of a stopped stream: from another engine, or else from its own."""
         attempt, leaving, transcript = self._attempt, self._leaving, self._transcript
-        assert attempt is not None  # it has been stopped
-        assert leaving is not None
+        assert leaving is not None  # it has been stopped
         assert transcript is not None  # as those that stop have
         began, opened, result = time.monotonic(), None, self._staying() or Resume.FAILED
         seconds = self._service.config.move_pause_seconds
