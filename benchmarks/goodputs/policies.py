@@ -125,17 +125,16 @@ class _Sent:
 
 
 class Adaptive:
-    """The proxy's policy, which learns from what a proxy sees. reads_caches: from engines' metrics,
-    too; is_ordered: prompts wait for their turn, as with ``--prompt-order shortest``."""
+    """The proxy's policy, which learns from what a proxy sees. is_ordered: prompts wait for their
+    turn, as with ``--prompt-order shortest``."""
 
     def __init__(
         self,
         hardware: Sequence[Hardware],
         limits: Limits,
-        reads_caches: bool = True,
-        is_ordered: bool = False,
+        is_ordered: bool = True,
     ) -> None:
-        self.reads_caches, self.is_ordered = reads_caches, is_ordered
+        self.is_ordered = is_ordered
         self._hardware = hardware
         self.planner = Planner(limits)
         self.loads = [self.planner.new_load() for _ in hardware]
@@ -230,9 +229,8 @@ class Adaptive:
         self._held[turn.engine].clear()
 
     def read(self, engine: int, used_tokens: float) -> None:
-        if self.reads_caches:
-            load, size = self.loads[engine], self._hardware[engine].cache_tokens
-            load.note_cache(size, used_tokens, used_tokens)
+        size = self._hardware[engine].cache_tokens
+        self.loads[engine].note_cache(size, used_tokens, used_tokens)
 
 
 def _tokens(one: Candidate) -> int:
@@ -243,7 +241,7 @@ class Tuned(Adaptive):
     """Replicas, or fixed roles of which *num_prefill* engines prefill, with prompts in order."""
 
     def __init__(self, hardware: Sequence[Hardware], limits: Limits, num_prefill: int = 0) -> None:
-        super().__init__(hardware, limits, is_ordered=True)
+        super().__init__(hardware, limits)
         self._num_prefill = num_prefill
 
     def window(self) -> list[int]:
@@ -262,3 +260,31 @@ class Tuned(Adaptive):
             return one.load.prompts.seconds + one.load.queue.seconds - held
 
         return Way(min(sources, key=until_through), least)
+
+
+class Simple(Adaptive):
+    """By means alone: a way costs a miss if its first token or its step is late, and for each
+    answer beside the prompt as much as that takes of a mean answer's slack."""
+
+    def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
+        shared = self.planner.shared
+        if not up[0].load.speed.is_known:
+            return None
+        tpot, limit, length = shared.limits.tpot, shared.limits.first, shared.lengths.mean
+
+        def step(one: Candidate) -> float:
+            answers = one.load.answers
+            return one.load.speed.step_seconds(len(answers) + 1, answers.context + tokens)
+
+        def cost(way: tuple[Candidate, Candidate]) -> tuple[float, float]:
+            source, at = way
+            load, held = source.load, min(source.held_tokens, tokens - 1)
+            prefill = load.speed.prefill_seconds(tokens - held, held, False)
+            first = load.backlog(now) + load.queue.seconds + prefill
+            slack = max(tpot - step(source), 0.1 * tpot) * length
+            others = len(load.answers) * min(1.0, prefill / slack)
+            pace = at.load.recent.pace(step(at))
+            misses = others + (first > limit) + (pace > tpot)
+            return misses, first + shared.handover.value * (source is not at) + pace * length
+
+        return Way(*min(((source, at) for source in up for at in up), key=cost))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_commext.bench import workload
@@ -11,6 +11,7 @@ from vllm_commext.bench.workload import Arrival, Draw, Shape, poisson_times
 
 LEFT_SECONDS = 60.0
 CONVERSATION, AGENTIC = "conversation", "agentic"
+CODE, BURST, BIMODAL = "code", "burst", "bimodal"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,35 @@ class _Conversation:
     next_tokens: int
 
 
+def gamma_times(rate: float, seconds: float, dice: random.Random) -> list[float]:
+    """Rising times below *seconds* in bursts: gaps vary three times as much as they last."""
+    times: list[float] = []
+    at = dice.gammavariate(1 / 9, 9 / rate)
+    while at < seconds:
+        times.append(at)
+        at += dice.gammavariate(1 / 9, 9 / rate)
+    return times
+
+
+def _single(
+    times: Callable[[float, float, random.Random], list[float]],
+    prompt: Callable[[random.Random], int],
+    output: Draw,
+) -> Shape:
+    def draw(rate: float, seconds: float, seed: int) -> list[Arrival]:
+        dice = random.Random(seed)
+        at = times(rate, seconds, dice)
+        return [Arrival(one, prompt(dice), output.tokens(dice)) for one in at]
+
+    return draw
+
+
+_ANSWER = Draw(160, 0.7, 16, 512)
 WORKLOADS: Mapping[str, Shape] = {
     **workload.WORKLOADS,
+    CODE: _single(poisson_times, Draw(2048, 1.0, 64, 8000).tokens, Draw(28, 0.8, 4, 200)),
+    BURST: _single(gamma_times, Draw(4000, 1.0, 256, 16000).tokens, _ANSWER),
+    BIMODAL: _single(poisson_times, lambda dice: 12000 if dice.random() < 0.2 else 500, _ANSWER),
     # Mooncake's conversation trace: 12,035 tokens in, 343 out, 37 % of its blocks seen before.
     CONVERSATION: Conversations(
         first=Draw(11400, 1.0, 256, 32000),

@@ -1,99 +1,71 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
-`measured`: beside the cells of a measurement on two H100. `grid`: goodput by workload, limits and
-rate. `highest`: the highest rate with 90 % of requests in time. `caches`: engines with
-small KV caches. `turns`: later turns of conversations. `fleets`: many engines, some slow,
-some lost and back.
+`measured`: beside the cells of a measurement on two H100. `fleets`: adaptive placement beside the
+best of all other ways by hindsight, whose order, chunk and split are searched for each cell.
+`ablation`: what each constant of the policy earns.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from goodputs import shapes
-from goodputs.policies import Adaptive, Fixed, Replicas, Tuned
-from goodputs.simulator import Hardware, Policy, Request, Simulation, Turn
+from goodputs.policies import Adaptive, Fixed, Replicas, Simple, Tuned
+from goodputs.simulator import Hardware, Policy, Request, Simulation
 from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import MIXED
 from vllm_commext.limits import Limits
+from vllm_commext.proxy.policy import load, placement, queue, speed
 
 PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")
 """What `goodput.py` wrote on two H100, 2026-11-26; the simulator's times are fitted to it."""
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
-GOOD = 0.9
-STEPS = 7
-WORKLOADS = (MIXED, shapes.CONVERSATION, "document", "short")
-SATURATION = {MIXED: 15.0, shapes.CONVERSATION: 4.0, "document": 6.0, "short": 90.0}
-"""Requests a second that two engines could take without any limit, about."""
+SATURATION = {
+    "document": 3.0,
+    MIXED: 7.5,
+    shapes.CONVERSATION: 2.0,
+    shapes.CODE: 17.0,
+    shapes.BURST: 7.5,
+    shapes.BIMODAL: 8.5,
+}
+"""Requests a second that an engine could take without any limit, about."""
 Build = Callable[[Sequence[Hardware], Limits], Policy]
-Seeds = Sequence[int]
 CONTESTANTS: dict[str, Build] = {
     "replicas": lambda hardware, limits: Replicas(hardware),
     "fixed": lambda hardware, limits: Fixed(hardware),
-    "adaptive": Adaptive,
-    "ordered": lambda hardware, limits: Adaptive(hardware, limits, is_ordered=True),
-    "replicas in order": Tuned,
-    "roles in order": lambda hardware, limits: Tuned(hardware, limits, len(hardware) // 2),
+    "adaptive": lambda hardware, limits: Adaptive(hardware, limits, is_ordered=False),
+    "ordered": Adaptive,
+    "simple": Simple,
 }
-UNTOLD = ("replicas", "fixed")
-CACHE_CONTESTANTS: dict[str, Build] = {
-    "replicas": CONTESTANTS["replicas"],
-    "fixed": CONTESTANTS["fixed"],
-    "not told": lambda hardware, limits: Adaptive(hardware, limits, reads_caches=False),
-    "adaptive": Adaptive,
-    "ordered": CONTESTANTS["ordered"],
-}
+CHUNKS = 512, 1024, 2048, 4096
+SPLITS = {2: (1,), 3: (1, 2), 4: (1, 2, 3), 8: (2, 3, 4, 5), 16: (4, 6, 8, 10)}
+"""Engines that prefill, of so many."""
+TOLD = [Limits(tpot, first) for first in (0.5, 1.0) for tpot in (0.010, 0.012, 0.015, 0.025)]
+LOADS = 0.6, 0.9
+MIN_SHARE = 0.1
+"""Cells in which no other way has as many in time are left out."""
+ENOUGH = 0.97
 MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
 PAUSE_SECONDS = 100.0
 """Between two loads on a contestant: the others' turns."""
 
 
-def play(
-    build: Callable[[Sequence[Hardware]], Policy],
-    workload: str,
-    rate: float,
-    *,
-    hardware: Sequence[Hardware] = PAIR,
-    seconds: float = SECONDS,
-    warm_seconds: float = WARM_SECONDS,
-    seeds: Seeds = SEEDS,
-    turns: Sequence[Turn] = (),
-) -> list[Request]:
-    """The requests of one run a seed, those of its first seconds left out."""
+def share_good(
+    name: str, workload: str, rate: float, limits: Limits, seeds: Sequence[int] = SEEDS
+) -> float:
+    """Share of a contestant's requests that are in time, those of the first seconds left out."""
     found: list[Request] = []
     for seed in seeds:
-        arrivals = shapes.WORKLOADS[workload](rate, seconds, seed)
-        requests = Simulation(hardware, arrivals, build(hardware), turns).run()
-        found += [one for one in requests if one.arrival.at >= warm_seconds]
-    return found
-
-
-def share_good(
-    name: str, workload: str, rate: float, limits: Limits, seeds: Seeds = SEEDS
-) -> float:
-    """Share of requests of a contestant that are in time."""
-    build = CONTESTANTS[name]
-    requests = play(lambda hardware: build(hardware, limits), workload, rate, seeds=seeds)
-    return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
-
-
-def highest_rate(cell: tuple[str, str, Limits, Seeds]) -> float:
-    """The highest rate at which `GOOD` of a contestant's requests are in time, by bisection."""
-    name, workload, limits, seeds = cell
-    low, high = 0.02, 1.2
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        rate = middle * SATURATION[workload]
-        if share_good(name, workload, rate, limits, seeds) >= GOOD:
-            low = middle
-        else:
-            high = middle
-    return low * SATURATION[workload]
+        policy = CONTESTANTS[name](PAIR, limits)
+        arrivals = shapes.WORKLOADS[workload](rate, SECONDS, seed)
+        requests = Simulation(PAIR, arrivals, policy).run()
+        found += [one for one in requests if one.arrival.at >= WARM_SECONDS]
+    return sum(one.is_good(limits) for one in found) / max(len(found), 1)
 
 
 def told(first: Sequence[float], tpot: Sequence[float], good: Sequence[float]) -> str:
@@ -138,7 +110,7 @@ def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, li
     return found
 
 
-def print_measured(_: ProcessPoolExecutor, __: Seeds) -> None:
+def print_measured(_: argparse.Namespace) -> None:
     content = json.loads(MEASURED.read_text())
     seconds = float(content["about"]["arrivals"].split()[0])
     rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
@@ -150,174 +122,115 @@ def print_measured(_: ProcessPoolExecutor, __: Seeds) -> None:
             print(f"| {rate:g} | {way} | {' | '.join(cells)} |")
 
 
-def shares_good(job: tuple[str, str, float, Sequence[Limits], Seeds]) -> list[float]:
-    """Share of requests in time by each of some limits, told all of them one after another."""
-    name, workload, rate, limits, seeds = job
-    if name not in UNTOLD:
-        return [share_good(name, workload, rate, of, seeds) for of in limits]
-    build = CONTESTANTS[name]
-    requests = play(lambda hardware: build(hardware, limits[0]), workload, rate, seeds=seeds)
-    return [sum(one.is_good(of) for one in requests) / len(requests) for of in limits]
+class Cell(NamedTuple):
+    num: int
+    workload: str
+    load: float
+    seed: int
+
+    def requests(self, build: Build, limits: Limits, chunk: int = 2048) -> list[Request]:
+        seconds, warm = (24.0, 6.0) if self.num <= 4 else (16.0, 5.0)
+        hardware = [Hardware(noise=0.1, step_tokens=chunk)] * self.num
+        rate = self.load * SATURATION[self.workload] * self.num
+        arrivals = shapes.WORKLOADS[self.workload](rate, seconds, self.seed)
+        requests = Simulation(hardware, arrivals, build(hardware, limits)).run()
+        return [one for one in requests if one.arrival.at >= warm]
+
+    def share(self, build: Build, limits: Limits) -> float:
+        return _share(self.requests(build, limits), limits)
 
 
-def print_grid(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    shares, tpots = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.1), (10, 12, 15, 20, 25, 50)
-    limits = [Limits(tpot / 1e3, first) for tpot in tpots for first in (0.5, 1.0, 2.0)]
-    names = list(CONTESTANTS)
-    cells = [(workload, share) for workload in WORKLOADS for share in shares]
-    jobs = [
-        (name, work, share * SATURATION[work], limits, seeds)
-        for work, share in cells
-        for name in names
-    ]
-    found = dict(zip([job[:3] for job in jobs], workers.map(shares_good, jobs), strict=True))
-    print(f"{' / '.join(names)}, % in time\n")
-    print(f"| workload | limits | {' | '.join(f'{share:.0%}' for share in shares)} |")
-    print("|---|---|" + "---|" * len(shares))
-    for workload in WORKLOADS:
-        for idx, of in enumerate(limits):
-            row = [
-                " ".join(
-                    f"{100 * found[name, workload, share * SATURATION[workload]][idx]:.0f}"
-                    for name in names
-                )
-                for share in shares
-            ]
-            print(f"| {workload} | {of} | {' | '.join(row)} |")
-
-
-def print_highest(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    cells = [
-        (workload, Limits(tpot / 1e3, first))
-        for workload in WORKLOADS
-        for tpot in (10, 12, 15, 20, 25, 50)
-        for first in ((0.5, 1.0, 2.0) if workload != "short" else (1.0,))
-    ]
-    jobs = [(name, *cell, seeds) for cell in cells for name in CONTESTANTS]
-    results = iter(list(workers.map(highest_rate, jobs)))
-    print(
-        f"| workload | limits | {' | '.join(CONTESTANTS)} | adaptive : better | ordered : better |"
-    )
-    print("|---|---|" + "---|" * (len(CONTESTANTS) + 2))
-    for workload, limits in cells:
-        rates = {name: next(results) for name in CONTESTANTS}
-        better = max(rates["replicas"], rates["fixed"])
-        row = " | ".join(f"{rate:.1f}" for rate in rates.values())
-        gains = " | ".join(f"{rates[name] / better:.2f}" for name in ("adaptive", "ordered"))
-        print(f"| {workload} | {limits} | {row} | {gains} |")
-
-
-def turns_told(job: tuple[str, str, float, Limits, Seeds]) -> str:
-    """Of later turns the share of the history's tokens that was computed where it is, and the
-    median first token in ms; of all requests the share in time."""
-    name, workload, rate, limits, seeds = job
-    build = CONTESTANTS[name]
-    requests = play(lambda engines: build(engines, limits), workload, rate, seeds=seeds)
-    later = [one for one in requests if one.most_held]
-    share = sum(one.held for one in later) / sum(one.most_held for one in later)
-    first = 1e3 * quantile([one.first_token for one in later], 0.5)
-    good = sum(one.is_good(limits) for one in requests) / len(requests)
-    return f"{share:.0%} {first:.0f} {good:.0%}"
-
-
-def print_turns(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    names = ("replicas", "fixed", "adaptive")
-    cells = [
-        (workload, rate, Limits(tpot, 1.0))
-        for workload, rates in ((shapes.CONVERSATION, (1.5, 3.0)), ("agentic", (8.0, 14.0)))
-        for rate in rates
-        for tpot in (0.012, 0.025)
-    ]
-    jobs = [(name, *cell, seeds) for cell in cells for name in names]
-    results = iter(list(workers.map(turns_told, jobs)))
-    print(f"| workload | requests/s | limits | {' | '.join(names)} |")
-    print("|---|---|---|" + "---|" * len(names))
-    for workload, rate, limits in cells:
-        row = " | ".join(next(results) for _ in names)
-        print(f"| {workload} | {rate:g} | {limits} | {row} |")
-
-
-def share_with_caches(job: tuple[str, float, Limits, tuple[float, float], Seeds]) -> float:
-    """Share in time of two engines whose KV caches have room for so many tokens."""
-    name, rate, limits, caches, seeds = job
-    requests = play(
-        lambda engines: CACHE_CONTESTANTS[name](engines, limits),
-        MIXED,
-        rate,
-        hardware=[Hardware(cache_tokens=tokens) for tokens in caches],
-        seeds=seeds,
-    )
-    return sum(one.is_good(limits) for one in requests) / len(requests)
-
-
-def print_caches(workers: ProcessPoolExecutor, seeds: Seeds) -> None:
-    cells = [
-        (rate, Limits(tpot, 1.0), caches)
-        for caches in ((6e4, 6e4), (3.6e4, 3.6e4), (12e4, 3e4), (2.4e4, 12e4))
-        for rate, tpot in ((5.0, 0.015), (7.0, 0.05), (9.0, 0.05))
-    ]
-    jobs = [(name, *cell, seeds) for cell in cells for name in CACHE_CONTESTANTS]
-    results = iter(list(workers.map(share_with_caches, jobs)))
-    print(f"| requests/s | limits | tokens | {' | '.join(CACHE_CONTESTANTS)} |")
-    print("|---|---|---|" + "---|" * len(CACHE_CONTESTANTS))
-    for rate, limits, caches in cells:
-        row = " | ".join(f"{next(results):.0%}" for _ in CACHE_CONTESTANTS)
-        told = " and ".join(f"{tokens:,.0f}" for tokens in caches)
-        print(f"| {rate:g} | {limits} | {told} | {row} |")
-
-
-def fleet(num: int) -> tuple[list[Hardware], list[Turn]]:
-    """Engines of which each eighth takes twice the time, and one in sixteen goes and comes back."""
-    hardware = [Hardware(slowness=2.0 if idx % 8 == 3 else 1.0) for idx in range(num)]
-    lost = range(1, num, 16)
-    turns = [Turn(at, idx, is_up) for idx in lost for at, is_up in ((14.0, False), (19.0, True))]
-    return hardware, turns
-
-
-def fleet_share(job: tuple[int, str]) -> float:
-    """Share of a fleet's requests in time, some of its engines being slow or lost."""
-    num, name = job
-    limits = Limits(0.015, 1.0)
-    hardware, turns = fleet(num)
-    requests = play(
-        lambda engines: CONTESTANTS[name](engines, limits),
-        MIXED,
-        0.45 * SATURATION[MIXED] * num / 2,
-        hardware=hardware,
-        seconds=24.0,
-        warm_seconds=8.0,
-        seeds=(1,),
-        turns=turns,
-    )
+def _share(requests: Sequence[Request], limits: Limits) -> float:
     return sum(one.is_good(limits) for one in requests) / max(len(requests), 1)
 
 
-def print_fleets(workers: ProcessPoolExecutor, _: Seeds) -> None:
-    jobs = [(num, name) for num in (4, 16, 64, 256) for name in CONTESTANTS]
-    results = iter(list(workers.map(fleet_share, jobs)))
-    print(f"| engines | {' | '.join(CONTESTANTS)} |\n|---|" + "---|" * len(CONTESTANTS))
-    for num in (4, 16, 64, 256):
-        print(f"| {num} | {' | '.join(f'{next(results):.0%}' for _ in CONTESTANTS)} |")
+def _roles(num: int) -> Build:
+    return lambda hardware, limits: Tuned(hardware, limits, num)
 
 
-TABLES = {
-    "measured": print_measured,
-    "grid": print_grid,
-    "highest": print_highest,
-    "caches": print_caches,
-    "turns": print_turns,
-    "fleets": print_fleets,
-}
+def others(cell: Cell) -> dict[Limits, dict[str, float]]:
+    """Share in time of all other ways, by limits. Only the order depends on limits told."""
+    found: dict[Limits, dict[str, float]] = {limits: {} for limits in TOLD}
+    ways = [(f"replicas, {chunk}", _roles(0), chunk) for chunk in CHUNKS]
+    ways += [(f"{num} prefill", _roles(num), 2048) for num in SPLITS[cell.num]]
+    ways += [(name, CONTESTANTS[name], 2048) for name in ("replicas", "fixed")]
+    for (name, build, chunk), first in product(ways, {one.first for one in TOLD}):
+        requests = cell.requests(build, Limits(0.012, first), chunk)
+        for limits in [one for one in TOLD if one.first == first]:
+            found[limits][name] = _share(requests, limits)
+    for limits in TOLD:
+        found[limits]["simple"] = cell.share(Simple, limits)
+    return found
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    for each in product(args.engines, args.workloads, args.loads, args.seeds):
+        yield Cell(*each)
+
+
+def print_fleets(args: argparse.Namespace) -> None:
+    print("| engines | load | cells | best other | adaptive | least | mean | below 0.97 |")
+    print("|---|---|---|---|---|---|---|---|")
+    lost: list[str] = []
+    for num, at in product(args.engines, args.loads):
+        pairs: list[tuple[float, float]] = []
+        for cell in cells(argparse.Namespace(**{**vars(args), "engines": [num], "loads": [at]})):
+            for limits, shares in others(cell).items():
+                best = max(shares, key=lambda name: shares[name])
+                if shares[best] >= MIN_SHARE:
+                    share = cell.share(Adaptive, limits)
+                    pairs.append((share, shares[best]))
+                    if share < ENOUGH * shares[best]:
+                        lost.append(f"{cell}, {limits}: {share:.0%}, {best} {shares[best]:.0%}")
+        ratios = [share / best for share, best in pairs] or [0.0]
+        means = [sum(each) / len(pairs) for each in zip(*pairs, strict=True)] or [0.0, 0.0]
+        figures = f"{means[1]:.0%} | {means[0]:.0%} | {min(ratios):.2f} | "
+        figures += f"{sum(ratios) / len(ratios):.2f} | {sum(one < ENOUGH for one in ratios)}"
+        print(f"| {num} | {at:.0%} | {len(pairs)} | {figures} |", flush=True)
+    print("\n".join(["", *lost]))
+
+
+CHANGES: list[tuple[Any, str, Any]] = [
+    (placement, "MAX_SEEN", 1000),
+    (placement, "DELAY_WEIGHT", 1e-6),
+    (placement, "OTHERS_DELAY", 0.0),
+    (placement, "HOPE", 0.0),
+    (placement, "GIVEN_UP", 1e9),
+    (load, "RECENT_SECONDS", 10.0),
+    (load, "SAME_STEP_SECONDS", 0.0),
+    (queue, "SPARED", 1.0),
+    (queue, "SPARED", 0.02),
+    (queue, "IN_TIME", 1.0),
+    (speed, "FORGETTING", 0.997),
+    (speed, "MAX_RATIO", 1e9),
+    (speed, "UNKNOWN_LENGTHS", (1,)),
+    (speed, "_SPREAD", {0: 1.0}),
+]
+"""A module's constant, and a value with which it does little."""
+
+
+def print_ablation(args: argparse.Namespace) -> None:
+    print("| constant | with | share in time |\n|---|---|---|")
+    for module, name, value in [(placement, "MAX_SEEN", placement.MAX_SEEN), *CHANGES]:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        shares = [cell.share(Adaptive, limits) for cell in cells(args) for limits in TOLD]
+        setattr(module, name, before)
+        print(f"| {name} | {value} | {sum(shares) / len(shares):.1%} |", flush=True)
+
+
+TABLES = {"measured": print_measured, "fleets": print_fleets, "ablation": print_ablation}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the arrivals")
+    parser.add_argument("--engines", type=int, nargs="+", choices=SPLITS, default=SPLITS)
+    parser.add_argument("--workloads", nargs="+", choices=SATURATION, default=SATURATION)
+    parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of saturation")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(201,), help="of the arrivals")
     args = parser.parse_args()
-    with ProcessPoolExecutor(args.processes) as workers:
-        TABLES[args.table](workers, args.seeds)
+    TABLES[args.table](args)
 
 
 if __name__ == "__main__":

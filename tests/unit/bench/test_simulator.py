@@ -67,7 +67,8 @@ def test_every_request_ends_and_each_run_is_the_same(build: type[Policy]) -> Non
 def test_engines_that_go_lose_what_has_begun_alone() -> None:
     turns = [Turn(2.0, 0, False), Turn(4.0, 0, True)]
     arrivals = WORKLOADS[MIXED](6.0, 10.0, 5)
-    requests = Simulation(simulated.PAIR, arrivals, Adaptive(simulated.PAIR, LIMITS), turns).run()
+    policy = Adaptive(simulated.PAIR, LIMITS, is_ordered=False)
+    requests = Simulation(simulated.PAIR, arrivals, policy, turns).run()
     lost = [one for one in requests if math.isinf(one.end)]
     assert all(one.tokens > 0 and one.num_losses == 1 for one in lost)
     assert len(lost) < len(requests) / 4
@@ -77,7 +78,7 @@ def test_engines_that_go_lose_what_has_begun_alone() -> None:
 def test_many_engines_share_answers() -> None:
     """Eight, with as many documents as four that prefill and four that decode have in time."""
     limits, hardware = Limits(0.012, 1.0), [Hardware()] * 8
-    policy = Adaptive(hardware, limits, is_ordered=True)
+    policy = Adaptive(hardware, limits)
     requests = Simulation(hardware, WORKLOADS["document"](12.8, 16.0, 1), policy).run()
     later = [one for one in requests if one.arrival.at > 6.0]
     assert sum(one.is_good(limits) for one in later) >= 0.95 * len(later)
@@ -90,7 +91,7 @@ def test_a_decoding_engine_that_goes_leaves_nothing_at_the_other(
 ) -> None:
     hardware = [Hardware(cache_tokens=1e5, noise=0.1)] * 2
     turns = [Turn(6.0, 1, False), Turn(9.0, 1, True)]
-    policy = Adaptive(hardware, LIMITS, is_ordered=seed == 0)
+    policy = Adaptive(hardware, LIMITS, seed == 0)
     arrivals = WORKLOADS[MIXED](8.0, 16.0, seed)
     run = Simulation(hardware, arrivals, policy, turns, notice_seconds)
     requests = run.run()
