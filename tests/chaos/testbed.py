@@ -63,7 +63,6 @@ REUSED = {
 PROXY_ARGS = (
     "--prefill-timeout", f"{PREFILL_STEP_SECONDS:g}",
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
-    "--decode-idle-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--health-interval", "0.25", "--health-timeout", "3",
 )  # fmt: skip
 BOTH, ONE = "--engine", "--prefill"

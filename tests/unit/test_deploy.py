@@ -188,7 +188,7 @@ def test_the_overlay_gives_engines_rdma() -> None:
             assert engine == before
             continue
         assert engine["resources"]["limits"].keys() - before["resources"]["limits"].keys()
-        assert engine["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+        assert engine["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
         assert {one["name"] for one in engine["env"]} > {one["name"] for one in before["env"]}
         assert {**engine, **before} == before
 
@@ -203,7 +203,7 @@ def test_the_overlay_for_70b_gives_each_engine_a_node() -> None:
         assert found["args"] == [*container(name)["args"], f"--tensor-parallel-size={gpus}"]
         assert found["command"][:2] == container(name)["command"][:2]
         assert found["command"] != container(name)["command"]
-        assert found["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+        assert found["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
         (nics,) = (one["value"] for one in found["env"] if one["name"] == "UCX_NET_DEVICES")
         assert len(set(nics.split(","))) == gpus
         assert deployment["replicas"] == 2
@@ -289,3 +289,19 @@ def test_the_proxy_is_started_with_options_that_it_has_and_services_that_there_a
     served = {f"dns+http://{name}:8000" for name in of_kind("Service")}
     assert {*config.prefill, *config.decode} <= served
     assert "httpGet" not in found["livenessProbe"]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "commext-proxy"])
+def test_a_pod_has_no_rights_that_it_does_not_need(name: str) -> None:
+    pod = of_kind("Deployment")[name]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    rights = container(name)["securityContext"]
+    assert rights["allowPrivilegeEscalation"] is False
+    assert rights["capabilities"] == {"drop": ["ALL"]}
+    writable = {one["mountPath"] for one in container(name).get("volumeMounts", [])} | {"/tmp"}
+    for one in container(name).get("env", []):
+        if one["name"] in ("HOME", "HF_HOME"):
+            assert one["value"] in writable

@@ -42,13 +42,13 @@ _GROUPS = {
         *("resume", "move"),
     ),
     "timeouts": (
-        *("prefill_timeout_seconds", "decode_timeout_seconds", "decode_idle_timeout_seconds"),
+        *("prefill_timeout_seconds", "decode_timeout_seconds"),
         *("client_timeout_seconds", "drain_timeout_seconds"),
     ),
     "limits, of this process": ("max_in_flight", "max_body_bytes"),
     "security": (
         *("api_key_file", "engine_api_key_file", "tls_cert_file", "tls_key_file"),
-        "engine_ca_file",
+        *("engine_ca_file", "client_priority"),
     ),
     "admin port": ("admin_host", "admin_port", "admin_token_file"),
 }
@@ -59,6 +59,7 @@ GONE = {
     "--affinity-tokens": "an engine is taken to hold 500,000 tokens; --no-affinity ignores them",
     "--connect-timeout": "use --health-timeout, which bounds connecting, too",
     "--decode-attempts": "two decode engines are tried while none can be connected to",
+    "--decode-idle-timeout": "120 s may pass between two pieces of a stream, or --decode-timeout",
     "--engine-wait": "a request waits 3 s for a healthy decode engine",
     "--fair-by": "limit each client's requests at the gateway that tells clients apart",
     "--health-fall": "two failed checks make an engine unhealthy; use --health-interval",
@@ -169,6 +170,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share the port with other proxies that set it, too (SO_REUSEPORT)",
     )
     add("--access-log", action="store_true", help="log a line for every request that ends")
+    add(
+        "--client-priority",
+        action="store_true",
+        help="let clients set vLLM's priority; else it is left out of their requests",
+    )
     add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
     for name, meaning in _LEFT_OFF.items():
         add(f"--no-{name}", dest=name, action="store_false", help=meaning)

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_OPEN = (
+    ", without a secret: whoever reaches it can read and write the KV cache; set "
+    "side_channel_secret_file"
+)
+
+
 class SchedulerSide:
     """One engine's requests, as the connector sees them.
 
@@ -80,10 +86,9 @@ class SchedulerSide:
             self._reuse.open([worker.generations for worker in workers.values()]),
         )
         logger.info(
-            "engine %s serves its side channel on %s:%d",
-            engine.engine_id,
-            engine.config.side_channel_host,
-            engine.port,
+            "engine %s serves its side channel on %s:%d%s",
+            *(engine.engine_id, engine.config.side_channel_host, engine.port),
+            "" if engine.secret else _OPEN,
         )
 
     def close(self) -> None:

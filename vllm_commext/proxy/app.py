@@ -39,10 +39,10 @@ _STARTS = 4
 """Requests taken up between two looks at all connections, so that a burst holds nobody up."""
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
-REQUEST_ID = "X-Request-Id"
+REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = (
-    *("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority"),
+    *("Authorization", "traceparent", "tracestate", "X-Session-ID"),
     "Origin",
 )
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -146,6 +146,8 @@ class ProxyApp:
             async with self._starts:
                 await asyncio.sleep(0)
             await intake.read(request)
+            if not self.config.client_priority and isinstance(intake.body, dict):
+                intake.body.pop("priority", None)
             with self._admitted(request):
                 session = Session(self._service, request, intake, headers, outcome)
                 return await session.serve(request, intake)
@@ -197,7 +199,8 @@ class ProxyApp:
             self.metrics.in_flight.set(self.num_in_flight)
 
     def _passed_headers(self, request: web.Request) -> dict[str, str]:
-        headers = {name: request.headers[name] for name in _TO_ENGINES if name in request.headers}
+        names = (*_TO_ENGINES, *((PRIORITY,) if self.config.client_priority else ()))
+        headers = {name: request.headers[name] for name in names if name in request.headers}
         for name, value in headers.items():
             if not value.isascii():
                 raise bad_request(f"expected ASCII in the header {name}")

@@ -42,9 +42,7 @@ class ProxyConfig:
     decode_timeout_seconds: float = _option(
         600.0, "timeout for the first event of a streamed answer; others have none"
     )
-    decode_idle_timeout_seconds: float = _option(
-        120.0, "timeout between two pieces of a streamed answer, at most --decode-timeout"
-    )
+    decode_idle_timeout_seconds: float = 120.0  # between two pieces of a stream
     client_timeout_seconds: float = _option(
         60.0, "timeout for a client to send its request, or to take a piece of the answer"
     )
@@ -91,6 +89,7 @@ class ProxyConfig:
     engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
     reuse_port: bool = False
     access_log: bool = False
+    client_priority: bool = False
     affinity: bool = True
     resume: bool = True
     move: bool = True

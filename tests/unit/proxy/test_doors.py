@@ -151,3 +151,18 @@ async def test_another_method_is_told_which_are_allowed(kit: Any) -> None:
     ):
         assert (response.status, response.headers["Allow"]) == (405, "OPTIONS,POST")
         assert (await response.json())["error"]["code"] == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/inference/v1/generate"])
+@pytest.mark.parametrize("is_allowed", [False, True])
+async def test_clients_set_no_priority_unless_they_may(
+    kit: Any, path: str, is_allowed: bool
+) -> None:
+    async with kit.cluster(client_priority=is_allowed) as cluster:
+        headers = {"X-Vllm-Priority": "-9"}
+        body = {**BODY, "priority": -9, "long": "w" * 50_000}
+        for content in (body, {**BODY, "priority": -9}):
+            assert (await cluster.ask(content, path, headers=headers)).status == 200
+        for call in (*cluster.prefill[0].calls, *cluster.decode[0].calls):
+            assert ("priority" in call.body) == is_allowed
+            assert ("x-vllm-priority" in call.headers) == is_allowed
