@@ -45,14 +45,6 @@ _NOT_PASSED_ON = frozenset(
 BULK_BYTES = 4 << 10
 
 
-class _UnfinishedError(Exception):
-    """The engine ended a stream too early, without an error."""
-
-
-class _GivenUpError(Exception):
-    """The engine gave the stream up, or another one continues otherwise."""
-
-
 class Ended(NamedTuple):
     """The client has the whole answer."""
 
@@ -102,19 +94,16 @@ class Relay:
             ) as watch:
                 self._watch = watch
                 await self._pass_on(opened, watch)
-        except (TimeoutError, ConnectionError, aiohttp.ClientError, OSError) as error:
-            if self._watch is None or self._watch.is_writing:
+        except (TimeoutError, aiohttp.ClientError, OSError, EngineLostError) as error:
+            is_lost = isinstance(error, EngineLostError)
+            if not is_lost and (self._watch is None or self._watch.is_writing):
                 raise ClientGoneError("the client closed its connection") from error
             return Lost(failure_of(engine, error, idle_seconds, self._lost()))
-        except EngineLostError as error:
-            return Lost(failure_of(engine, error, idle_seconds, self._lost()))
+        except ProxyError as failure:
+            return Lost(failure)
         except LeftError:
             opened.first = b""
             return Left()
-        except _UnfinishedError:
-            return Lost(bad_answer(engine, "a stream without the event that ends it"))
-        except _GivenUpError:
-            return Lost(failure_told(engine, self._held, self._lost()))
         except ClientStalledError as error:
             cut(self._request)
             seconds = self._config.client_timeout_seconds
@@ -157,7 +146,7 @@ class Relay:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
             if transcript is not None and transcript.has_failed:
-                raise _GivenUpError
+                raise failure_told(opened.engine, self._held, self._lost())
             watch.reading()
             if self._leaves:
                 raise LeftError
@@ -176,7 +165,7 @@ class Relay:
                 ready = cutter.rest()
                 is_end = self.has_sent_end or ready.rstrip().endswith(DONE)
                 if opened.has_end and not is_end:
-                    raise _UnfinishedError
+                    raise bad_answer(opened.engine, "a stream without the event that ends it")
         await response.write_eof()
 
     async def catch_up(

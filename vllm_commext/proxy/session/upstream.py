@@ -161,35 +161,25 @@ class Upstream:
         decode engine of *stream* goes on. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
-            async with self._turn(engine, payload, held, PREFILL):
-                return await asked_for(engine, held)
-
-        async def asked_for(engine: Engine, held: int) -> Prefilled:
             key = new_key(engine, payload.headers, payload.body)
-            asked = await stream.prefill_payload(engine, key.value)
-            try:
-                params, job = await self._prefill_on(engine, asked, held)
-            except BaseException as error:
-                if not isinstance(error, ProxyError) or error.status >= 500:
-                    self.releases.add(key)  # it may have ended well all the same
-                if isinstance(error, ProxyError) and await stream.outlives(error):
-                    error.can_retry = False
-                raise
+            async with self._turn(engine, payload, held, PREFILL):
+                asked = await stream.prefill_payload(engine, key.value)
+                try:
+                    params, job = await self._prefill_on(engine, asked, held)
+                except BaseException as error:
+                    if not isinstance(error, ProxyError) or error.status >= 500:
+                        self.releases.add(key)  # it may have ended well all the same
+                    if isinstance(error, ProxyError) and await stream.outlives(error):
+                        error.can_retry = False
+                    raise
             return Prefilled(engine, params, key, job)
 
-        began = time.monotonic()
-        tried = list(failed)
-        num_attempts = self.config.prefill_attempts
-        result = await self._ask(self.prefill_pool, num_attempts, payload, ask, tried, 0.0)
+        began, num = time.monotonic(), self.config.prefill_attempts
+        result = await self._ask(self.prefill_pool, num, payload, ask, list(failed), 0.0)
         self.metrics.prefill_seconds.observe(time.monotonic() - began)
         return result
 
-    async def decode(
-        self,
-        payload: Payload,
-        failed: Sequence[Engine],
-        route: Route,
-    ) -> Opened:
+    async def decode(self, payload: Payload, failed: Sequence[Engine], route: Route) -> Opened:
         """Second step: an answer that has begun, the caller's to close. Another engine is asked
         while none can be connected to; one of *failed* last. Raises `ProxyError`."""
 
@@ -294,39 +284,29 @@ class Upstream:
     async def _turn(
         self, engine: Engine, payload: Payload, held: int, side: str = ""
     ) -> AsyncIterator[None]:
-        """Wait until *engine* may compute a prompt, and hold up others that are repeated until it
-        has."""
-        tokens, repeats = payload.tokens - held, engine.repeats
-        is_repeated = payload.is_again and payload.computes
-        if is_repeated:
-            seconds = self.config.prefill_timeout_seconds
-            with (
-                engine.working(tokens),
-                failures_of(engine, seconds, payload.losses, side),
-                Deadline(seconds, engine.on_lost),
-            ):
-                tokens = await repeats.take(tokens)
+        """Wait until *engine* may compute a prompt; others that are repeated wait until it has."""
+        tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
+        is_repeated, has_turns = payload.is_again and payload.computes, self._orders(engine)
         try:
-            await self._take_turn(engine, payload, held, side)
+            if is_repeated or (has_turns and payload.computes):
+                with (
+                    engine.working(tokens),
+                    failures_of(engine, seconds, payload.losses, side),
+                    Deadline(seconds, engine.on_lost),
+                ):
+                    taken = await engine.repeats.take(tokens) if is_repeated else 0
+                    if has_turns:
+                        await engine.turns.take(tokens, held)
             yield
         finally:
-            if is_repeated:
-                repeats.give_back(tokens)
+            if taken:
+                engine.repeats.give_back(taken)
 
-    async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> None:
-        """Wait until an engine of one rank has nearly computed its prompts."""
-        is_known = len(engine.capabilities.ranks) == 1
-        if not is_known or not orders_prompts(self.config, self.decode_pool):
-            return
-        if not payload.computes or not engine.load.speed.is_known:
-            return
-        seconds = self.config.prefill_timeout_seconds
-        with (
-            engine.working(payload.tokens - held),
-            failures_of(engine, seconds, payload.losses, side),
-            Deadline(seconds, engine.on_lost),
-        ):
-            await engine.turns.take(payload.tokens - held, held)
+    def _orders(self, engine: Engine) -> bool:
+        """True if prompts wait here until an engine of one rank has nearly computed those before
+        them."""
+        is_known = len(engine.capabilities.ranks) == 1 and engine.load.speed.is_known
+        return is_known and orders_prompts(self.config, self.decode_pool)
 
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int
