@@ -1,4 +1,4 @@
-"""Log lines that cannot flood the log, whoever causes them."""
+"""Log lines that cannot flood the log."""
 
 import logging
 import sys

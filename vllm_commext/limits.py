@@ -1,4 +1,4 @@
-"""How long answers may take: what the proxy places requests by, and bench counts as good."""
+"""Limits on an answer's time: the proxy places requests by them, and bench counts within them."""
 
 import math
 from dataclasses import dataclass
@@ -17,5 +17,4 @@ class Limits:
         return f"{self.tpot * 1e3:g} ms a token and {first} to the first"
 
     def allow(self, tpot: float, first: float) -> bool:
-        """Whether an answer is within both."""
         return tpot <= (self.tpot or math.inf) and first <= (self.first or math.inf)

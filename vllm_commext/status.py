@@ -64,7 +64,7 @@ def tell(level: int, line: str) -> None:
 
 
 TOLD = "COMMEXT_TOLD"
-"""Lines that the process which started this one has told, for processes of the same server."""
+"""Lines that the process which started this one has logged, for those of the same server."""
 
 
 @functools.cache

@@ -184,7 +184,7 @@ class _Line(msgspec.Struct):
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Of the prompt and of the answer, at least one each."""
+        """Prompt and answer, at least one each."""
         return max(round(self.input_length), 1), max(round(self.output_length), 1)
 
 

@@ -65,7 +65,7 @@ def distribution(*names: str) -> str:
 
 
 def library(module: str, name: str, missing: Level = Level.WARNING) -> Found:
-    """Whether a library is installed, without importing it."""
+    """Look for a library without importing it."""
     found = distribution(name) or ("version unknown" if is_installed(module) else "")
     return Found(found) if found else Found(ABSENT, missing)
 

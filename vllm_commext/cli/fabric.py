@@ -54,7 +54,7 @@ def rdma_ports(root: Path = ROOT) -> list[Port]:
 
 
 def named_devices(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Iterable[Found]:
-    """The devices that UCX is told to use, where one of them is not there."""
+    """Devices of `DEVICES_VARIABLE` that are not there."""
     there = [port.name for port in rdma_ports(root)] + sorted(os.listdir(root / "sys/class/net"))
     named = environ.get(DEVICES_VARIABLE, "")
     wanted = [name for name in named.split(",") if name and not named.startswith("^")]
@@ -80,7 +80,6 @@ def device_files(root: Path = ROOT) -> Iterable[Found]:
 
 
 def locked_memory(root: Path = ROOT) -> Iterable[Found]:
-    """How much memory may be locked, as each registration with an RDMA device does."""
     if rdma_ports(root):
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         lines = _read(root / "proc/self/status").splitlines()

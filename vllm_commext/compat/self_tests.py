@@ -227,7 +227,7 @@ def states() -> None:
 
 
 def reuse() -> None:
-    """A held block is not handed out, and whoever gave one up is told when it is."""
+    """A held block is not handed out, and the one that gave one up hears when it is."""
     from vllm.v1.core.block_pool import BlockPool
 
     pool: Any = BlockPool(4, True, BLOCK_TOKENS)
