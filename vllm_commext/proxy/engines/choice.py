@@ -14,8 +14,8 @@ HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
 MAX_REMEMBERED = 1 << 16
-WINDOW = 4
-"""Engines compared for a request, others each time."""
+WINDOW = 3
+"""Engines compared for a request, others each time: the best of more would get too many."""
 
 
 @dataclass(slots=True)
