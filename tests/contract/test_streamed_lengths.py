@@ -179,17 +179,17 @@ class Reader:
             pieces_per_row=source.pieces_per_row,
         )
         link.hold = lambda: link
-        part: Any = SimpleNamespace(
+        shard: Any = SimpleNamespace(
             remote=remote, load=Load(request.request_id, remote, blocks, found.num_tokens)
         )
         made: Any = link
-        self.cursor: Cursor = cursor_of(part, made)
+        self.cursor: Cursor = cursor_of(shard, made)
 
     def look(self) -> None:
         table, cursor = self._source.table, self.cursor
-        row = cursor.part.remote.stream_row
+        row = cursor.shard.remote.stream_row
         header = header_of(table.headers[row])
-        assert header.tag == cursor.part.remote.stream_tag
+        assert header.tag == cursor.shard.remote.stream_tag
         if header.nonce != cursor.nonce:
             cursor.start_again(header.nonce)
         cursor.note_progress(header)

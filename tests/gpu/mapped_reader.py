@@ -34,7 +34,7 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.mapped.gather import CudaDevice
-from vllm_commext.nixl.mapped.reader import Mapped, MappedReader, Mapper, place_of_process
+from vllm_commext.nixl.mapped.mapping import Mapped, MappedReader, Mapper, place_of_process
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire.description import MappedOffer
 

@@ -15,7 +15,7 @@ from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.mapped.reader import Mapped
+from vllm_commext.nixl.mapped.mapping import Mapped
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline

@@ -30,7 +30,7 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.mapped.reader import Mapper
+from vllm_commext.nixl.mapped.mapping import Mapper
 from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest

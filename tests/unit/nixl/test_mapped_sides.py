@@ -7,8 +7,8 @@ import pytest
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, NEVER, ConnectorConfig
-from vllm_commext.nixl.mapped import reader
-from vllm_commext.nixl.mapped.reader import Mapped, place_of_process
+from vllm_commext.nixl.mapped import mapping
+from vllm_commext.nixl.mapped.mapping import Mapped, place_of_process
 
 
 class Runtime:
@@ -17,11 +17,11 @@ class Runtime:
     def __init__(self, patch: pytest.MonkeyPatch, refused: int = 0) -> None:
         self.allocated, self.content = set[int](), dict[int, bytes]()
         self.refused = refused
-        patch.setattr(reader.ipc, "allocate", self.allocate)
-        patch.setattr(reader.ipc, "write", self.content.__setitem__)
-        patch.setattr(reader.ipc, "free", self.allocated.remove)
-        patch.setattr(reader.ipc, "export_handle", self.export)
-        patch.setattr(reader, "allocation_of", lambda address: (address & -(1 << 21), 1 << 21))
+        patch.setattr(mapping.ipc, "allocate", self.allocate)
+        patch.setattr(mapping.ipc, "write", self.content.__setitem__)
+        patch.setattr(mapping.ipc, "free", self.allocated.remove)
+        patch.setattr(mapping.ipc, "export_handle", self.export)
+        patch.setattr(mapping, "allocation_of", lambda address: (address & -(1 << 21), 1 << 21))
 
     def allocate(self, num_bytes: int) -> int:
         assert num_bytes == 1 << 21
@@ -61,9 +61,9 @@ def test_a_machine_without_a_gpu_says_so_and_goes_on(
     def no_gpu() -> None:
         raise RuntimeError("no CUDA here")
 
-    monkeypatch.setattr(reader, "CudaDevice", no_gpu)
-    monkeypatch.setattr(reader.ipc, "allocate", lambda _: no_gpu())
-    monkeypatch.setattr(reader.ipc, "forget_error", lambda: None)
+    monkeypatch.setattr(mapping, "CudaDevice", no_gpu)
+    monkeypatch.setattr(mapping.ipc, "allocate", lambda _: no_gpu())
+    monkeypatch.setattr(mapping.ipc, "forget_error", lambda: None)
     mapped = made(mapped_reads=AUTO)
     mapped.prepare([(4096, 64)], is_on_gpu=True)
     assert mapped.offer is mapped.mapper is None
@@ -75,8 +75,8 @@ def test_a_machine_without_a_gpu_says_so_and_goes_on(
 def test_every_allocation_is_offered_once_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(monkeypatch)
     mapped = made(mapped_reads=AUTO)
-    monkeypatch.setattr(reader, "CudaDevice", lambda: None)
-    monkeypatch.setattr(reader, "Mapper", lambda *_: "a mapper")
+    monkeypatch.setattr(mapping, "CudaDevice", lambda: None)
+    monkeypatch.setattr(mapping, "Mapper", lambda *_: "a mapper")
     base = 1 << 21
     mapped.prepare([(base + 512, 64), (base + 4096, 64), (3 * base, 64)], is_on_gpu=True)
     offer = mapped.offer
@@ -99,9 +99,9 @@ def test_memory_without_handles_is_not_offered_and_the_worker_maps_others_all_th
 ) -> None:
     """As that of PyTorch's expandable segments."""
     runtime = Runtime(monkeypatch, refused=1 << 21)
-    monkeypatch.setattr(reader, "CudaDevice", lambda: None)
-    monkeypatch.setattr(reader, "Mapper", lambda *_: "a mapper")
-    monkeypatch.setattr(reader.ipc, "forget_error", lambda: None)
+    monkeypatch.setattr(mapping, "CudaDevice", lambda: None)
+    monkeypatch.setattr(mapping, "Mapper", lambda *_: "a mapper")
+    monkeypatch.setattr(mapping.ipc, "forget_error", lambda: None)
     mapped = made(mapped_reads=AUTO)
     mapped.prepare([(1 << 21, 64)], is_on_gpu=True)
     assert mapped.mapper == "a mapper"

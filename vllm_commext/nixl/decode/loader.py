@@ -1,8 +1,7 @@
-"""The decode side of a worker: loads begin, their parts wait for their peers, are read, and end.
+"""The decode side of a worker: loads begin, their shards wait for their peers, are read, and end.
 
-Everything that is under way for one remote request is in one ``Transfer``.  Each step for one of
-them runs in a guard of its own: an error ends that part of that load, with its reason, and no
-other.
+Each step for one of them runs in a guard of its own: an error ends that shard of that load, with
+its reason, and no other.
 """
 
 import time
@@ -13,13 +12,13 @@ from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig, parse_address
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.peers import Peer, PeerTable
-from vllm_commext.nixl.decode.reads import End, Read, ReadSet, prepare
-from vllm_commext.nixl.decode.transfers import Failure, Part, failure_of, restarted
+from vllm_commext.nixl.decode.reads import BlockRead, End, ReadSet, prepare
+from vllm_commext.nixl.decode.transfers import Failure, ShardRead, failure_of, restarted
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Load, PeerKey
-from vllm_commext.nixl.stream.reader import StreamReader, failure_of_stream
+from vllm_commext.nixl.stream.follower import Follower, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
@@ -57,7 +56,7 @@ class Loader:
         request = self._peers.request_for("", 0)
         self._preconnect = Preconnect(self.client, config, request, self._connect)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
-        self.streams = StreamReader(agent, config.transfer_timeout)
+        self.streams = Follower(agent, config.transfer_timeout)
         self._log = RateLimitedLog()
         self.uses = Uses(agent, local, self._peers, recorder, outcomes)
 
@@ -72,7 +71,7 @@ class Loader:
         return is_kept or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
-        """Look once at everything under way; True if anything has moved on.  Parts that wait for
+        """Look once at everything under way; True if anything has moved on.  Shards that wait for
         room come after the reads that may have made some."""
         num_moves = self.streams.num_moves
         self.client.poll()
@@ -100,13 +99,13 @@ class Loader:
     def begin(self, load: Load) -> None:
         self.uses.begin(load, self._start)
 
-    def _start(self, part: Part) -> None:
+    def _start(self, shard: ShardRead) -> None:
         try:
-            peer = self._peers.prepare(part.key, part.remote.incarnation)
-        except Exception as error:  # noqa: BLE001 one part's error is no other's
-            self.uses.close(part, failure_of(error, "handshake"))
+            peer = self._peers.prepare(shard.key, shard.remote.incarnation)
+        except Exception as error:  # noqa: BLE001 one shard's error is no other's
+            self.uses.close(shard, failure_of(error, "handshake"))
             return
-        peer.waiting.append(part)
+        peer.waiting.append(shard)
         self._serve(peer)
 
     def _serve_waiting(self) -> None:
@@ -128,8 +127,8 @@ class Loader:
         else:
             self._fail_waiting(peer, failure_of(peer.channel.error, "handshake"))
         releases, peer.releases = peer.releases, []
-        for transfer, source in releases:
-            self.uses.send_release(transfer, source)
+        for prefill, source in releases:
+            self.uses.send_release(prefill, source)
 
     def _fail_waiting(self, peer: Peer, failure: Failure) -> None:
         while peer.waiting:
@@ -167,83 +166,83 @@ class Loader:
 
     def _serve(self, peer: Peer) -> None:
         while peer.waiting and (link := peer.ready_link) is not None:
-            part = peer.waiting.popleft()
+            shard = peer.waiting.popleft()
             try:
-                has_begun = self._read(part, link)
+                has_begun = self._read(shard, link)
             except CommextError as error:
-                self.uses.close(part, failure_of(error, "request"))
-            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
-                self._retry(part, link, error)
+                self.uses.close(shard, failure_of(error, "request"))
+            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this shard failed
+                self._retry(shard, link, error)
             else:
                 if not has_begun:
-                    peer.waiting.appendleft(part)
+                    peer.waiting.appendleft(shard)
                     return
 
-    def _read(self, part: Part, link: Link) -> bool:
+    def _read(self, shard: ShardRead, link: Link) -> bool:
         """Start reading, or end where nothing is to be read; False where there is no room."""
-        if part.use.failure is not None:
-            self.uses.close(part)
+        if shard.use.failure is not None:
+            self.uses.close(shard)
             return True
-        if not link.serves(part.remote.incarnation):
-            self.uses.close(part, restarted(part.remote))
+        if not link.serves(shard.remote.incarnation):
+            self.uses.close(shard, restarted(shard.remote))
             return True
-        if part.remote.stream_row >= 0:
-            self.uses.check_size(part, link)
-            self.streams.begin(part, link)
+        if shard.remote.stream_row >= 0:
+            self.uses.check_size(shard, link)
+            self.streams.begin(shard, link)
             return True
-        if part.pairs is None or part.pairs[0] is not link:
-            self.uses.check_size(part, link)
-            self._check_fence(part)
-            part.pairs = link, prepare(part, link)
-        pairs = part.pairs[1]
+        if shard.pairs is None or shard.pairs[0] is not link:
+            self.uses.check_size(shard, link)
+            self._check_fence(shard)
+            shard.pairs = link, prepare(shard, link)
+        pairs = shard.pairs[1]
         if not len(pairs.local):
-            self.uses.close(part)
+            self.uses.close(shard)
         elif not self._reads.has_room(pairs, link):
             return False
         else:
-            self._reads.post(part, link, pairs)
+            self._reads.post(shard, link, pairs)
         return True
 
     def _read_streams(self) -> None:
         for cursor in self.streams.due():
-            part, link = cursor.part, cursor.link
+            shard, link = cursor.shard, cursor.link
             try:
-                if part.use.failure is not None:
-                    self._end_stream(part)
+                if shard.use.failure is not None:
+                    self._end_stream(shard)
                     continue
                 pairs = self.streams.advance(cursor)
                 if pairs is None:
                     continue
                 if not len(pairs.local):  # a stage that has no layer of this worker's
                     self.streams.note_posted(cursor)
-                    if not self.streams.note_end(part, None):
-                        self.uses.close(part)
+                    if not self.streams.note_end(shard, None):
+                        self.uses.close(shard)
                 elif self._reads.has_room(pairs, link):
-                    self._reads.post(part, link, pairs)
+                    self._reads.post(shard, link, pairs)
                     self.streams.note_posted(cursor)
-            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this part failed
+            except Exception as error:  # noqa: BLE001 NIXL raises many types; only this shard failed
                 failure = failure_of_stream(error)
                 if failure.reason in ("timeout", "transfer"):
                     self._peers.doubt(link, broken=failure.reason == "transfer")
-                self._end_stream(part, failure)
+                self._end_stream(shard, failure)
 
-    def _end_stream(self, part: Part, failure: Failure | None = None) -> None:
-        self.streams.leave(part)
-        self.uses.close(part, failure)
+    def _end_stream(self, shard: ShardRead, failure: Failure | None = None) -> None:
+        self.streams.leave(shard)
+        self.uses.close(shard, failure)
 
-    def _retry(self, part: Part, link: Link, error: Exception) -> None:
+    def _retry(self, shard: ShardRead, link: Link, error: Exception) -> None:
         """A peer that cannot be reached may have been restarted: ask it once more."""
         self._peers.doubt(link, broken=True)
-        if part.retried:
-            self.uses.close(part, Failure("transfer", ProtocolError(str(error))))
+        if shard.retried:
+            self.uses.close(shard, Failure("transfer", ProtocolError(str(error))))
             return
-        part.retried = True
+        shard.retried = True
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)
         self._guard("retry", lambda: self._recorder.count(retries=1))
-        self._start(part)
+        self._start(shard)
 
-    def _check_fence(self, part: Part) -> None:
-        if part.remote.fence_slot >= 0 or not part.remote.is_kept:
+    def _check_fence(self, shard: ShardRead) -> None:
+        if shard.remote.fence_slot >= 0 or not shard.remote.is_kept:
             return
         text = (
             "the router dropped remote_fence_slot from the request parameters, so blocks that were "
@@ -251,7 +250,7 @@ class Loader:
         )
         if self._config.require_fence:
             raise ProtocolError(text)
-        self._log.warning("fence", f"request {part.use.request_id}: {text}")
+        self._log.warning("fence", f"request {shard.use.request_id}: {text}")
 
     def _go_on_reading(self) -> bool:
         end, num_moves = time.monotonic() + BUSY_SECONDS, self._reads.num_moves
@@ -270,17 +269,17 @@ class Loader:
         self._peers.sweep()
         return self._reads.num_moves > num_moves
 
-    def _end_read(self, read: Read, end: End) -> None:
-        if end.failure is None and not read.part.use.is_given_up:
+    def _end_read(self, read: BlockRead, end: End) -> None:
+        if end.failure is None and not read.shard.use.is_given_up:
             self._guard("record", lambda: self._reads.record(read))
         if end.failure is not None and end.failure.reason == "transfer":
             self._peers.doubt(read.link, broken=True)
-        if read.part.stream is None or not self.streams.note_end(read.part, end.failure):
-            self.uses.close(read.part, end.failure)
+        if read.shard.cursor is None or not self.streams.note_end(read.shard, end.failure):
+            self.uses.close(read.shard, end.failure)
 
     def _note_late(self) -> None:
         for read in self._reads.take_late():
-            use = read.part.use
+            use = read.shard.use
             self._peers.doubt(read.link, broken=False)
             if use.lateness is not None or use.is_given_up:
                 continue
@@ -316,8 +315,8 @@ class Loader:
         use.failure = use.failure or failure
         use.is_given_up = True
         self.uses.report(use.load, failure, use.num_read)
-        for part in self._peers.withdraw(use) + self.streams.withdraw(use):
-            self.uses.close(part, failure)
+        for shard in self._peers.withdraw(use) + self.streams.withdraw(use):
+            self.uses.close(shard, failure)
 
     def _guard(self, what: str, step: Callable[[], None]) -> None:
         try:

@@ -12,7 +12,7 @@ from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted, log_ready
 from vllm_commext.nixl.decode.reads import Sweeper, num_descriptors
-from vllm_commext.nixl.decode.transfers import Part, Source, Transfer, Use
+from vllm_commext.nixl.decode.transfers import RemotePrefill, ShardRead, SourceWorker, Use
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
@@ -54,7 +54,7 @@ class Peer:
         link: the connection to read from; kept while suspect, until it is known to have ended.
         reach: of a peer that does not fit, the name of its agent, so that it can be told that its
             blocks will not be read.
-        waiting: parts of loads that wait for it to be ready, or for room among its reads; first
+        waiting: shards of loads that wait for it to be ready, or for room among its reads; first
             come, first served.
         releases: remote requests that it is to be released from as soon as it is ready.
         wanted_incarnation: start of its engine that the last request was of, "" for any.
@@ -67,8 +67,10 @@ class Peer:
     link: Link | None = None
     reach: RefCounted | None = None
     asked: float = 0.0
-    waiting: deque[Part] = field(default_factory=deque[Part])
-    releases: list[tuple[Transfer, Source]] = field(default_factory=list[tuple[Transfer, Source]])
+    waiting: deque[ShardRead] = field(default_factory=deque[ShardRead])
+    releases: list[tuple[RemotePrefill, SourceWorker]] = field(
+        default_factory=list[tuple[RemotePrefill, SourceWorker]]
+    )
     wanted_incarnation: str = ""
     last_used: float = 0.0
     drains: bool = False
@@ -111,7 +113,7 @@ links whose last reads go on."""
 
 
 class PeerTable:
-    """Known peers, with the parts of loads that wait for each.  Owned by one thread."""
+    """Known peers, with the shards of loads that wait for each.  Owned by one thread."""
 
     def __init__(
         self,
@@ -176,11 +178,11 @@ class PeerTable:
             if peer.waiting and peer.state != PeerState.HANDSHAKING
         ]
 
-    def withdraw(self, use: Use) -> list[Part]:
-        taken: list[Part] = []
+    def withdraw(self, use: Use) -> list[ShardRead]:
+        taken: list[ShardRead] = []
         for peer in self._peers.values():
-            taken += [part for part in peer.waiting if part.use is use]
-            peer.waiting = deque(part for part in peer.waiting if part.use is not use)
+            taken += [shard for shard in peer.waiting if shard.use is use]
+            peer.waiting = deque(shard for shard in peer.waiting if shard.use is not use)
         return taken
 
     def poll(self) -> list[Peer]:

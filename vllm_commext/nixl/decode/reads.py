@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link
-from vllm_commext.nixl.decode.transfers import Failure, Part
+from vllm_commext.nixl.decode.transfers import Failure, ShardRead
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
@@ -47,10 +47,10 @@ class Proof:
         return self.table.own.cells[[*cells]].tolist() == [*self.expected]
 
 
-def proof_of(part: Part, link: Link) -> Proof | None:
+def proof_of(shard: ShardRead, link: Link) -> Proof | None:
     """Proof by the nonce of the request's fence, or by generations of blocks that are not kept;
     None if the fence is not known; raises ProtocolError."""
-    remote, table = part.remote, link.tables.get(FENCES if part.remote.is_kept else GENERATIONS)
+    remote, table = shard.remote, link.tables.get(FENCES if shard.remote.is_kept else GENERATIONS)
     if not remote.is_kept:
         return _proof_by_generations(remote, table)
     if remote.fence_slot < 0 or table is None:
@@ -60,7 +60,7 @@ def proof_of(part: Part, link: Link) -> Proof | None:
             f"kv_transfer_params: expected remote_fence_slot below {table.num_records}, got "
             f"{remote.fence_slot}"
         )
-    nonce = remote.fence_nonce if part.stream is None else part.stream.nonce
+    nonce = remote.fence_nonce if shard.cursor is None else shard.cursor.nonce
     return Proof(table, [remote.fence_slot], [nonce], FREED)
 
 
@@ -82,7 +82,7 @@ def _proof_by_generations(remote: RemoteRequest, table: RemoteTable | None) -> P
 
 
 @dataclass(eq=False)
-class Read:
+class BlockRead:
     """One load's read from one prefill worker; all times in seconds of ``time.perf_counter``.
 
     Attributes:
@@ -92,7 +92,7 @@ class Read:
         is_hidden: it began before the prompt was computed, as far as was known.
     """
 
-    part: Part
+    shard: ShardRead
     link: Link
     reader: Reader
     posting: Posting | None
@@ -116,10 +116,10 @@ class End:
     failure: Failure | None = None
 
 
-def prepare(part: Part, link: Link) -> Pairs:
-    """Plan a part's copies; raises ProtocolError."""
-    load, remote = part.load, part.remote
-    proof_of(part, link)
+def prepare(shard: ShardRead, link: Link) -> Pairs:
+    """Plan a shard's copies; raises ProtocolError."""
+    load, remote = shard.load, shard.remote
+    proof_of(shard, link)
     return link.plan.pairs(
         load.blocks,
         remote.block_ids,
@@ -148,32 +148,32 @@ class ReadSet:
         self._recorder = recorder
         self._max_bytes = max_bytes
         self._limit_seconds = limit_seconds
-        self._reads: list[Read] = []
+        self._reads: list[BlockRead] = []
         self.num_proofs = self.num_moves = 0
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def under_way(self) -> list[Read]:
+    def under_way(self) -> list[BlockRead]:
         return list(self._reads)
 
     def has_room(self, pairs: Pairs, link: Link) -> bool:
         """True if a read may be posted now; the first one on a link always may."""
         return not link.num_bytes or link.num_bytes + pairs.num_bytes <= self._max_bytes
 
-    def post(self, part: Part, link: Link, pairs: Pairs) -> None:
+    def post(self, shard: ShardRead, link: Link, pairs: Pairs) -> None:
         """Start a read; raises PostingError."""
         started = time.perf_counter()
-        if part.stream is None or not part.stream.has_read:
-            self._recorder.observe(queue_seconds=started - part.begun)
+        if shard.cursor is None or not shard.cursor.has_read:
+            self._recorder.observe(queue_seconds=started - shard.begun)
         reader = link.reader_of(pairs)
         try:
             posting = reader.post(pairs)
         except Exception as error:
             raise PostingError(f"{reader.name}: {error}") from error
         now = time.perf_counter()
-        read = Read(
-            part=part,
+        read = BlockRead(
+            shard=shard,
             link=link.hold(),
             reader=reader,
             posting=posting,
@@ -183,15 +183,15 @@ class ReadSet:
             num_descriptors=len(pairs.local),
             progressed=now,
             mark=link.num_bytes_done,
-            proof=proof_of(part, link),
-            is_hidden=part.stream is not None and not part.stream.is_computed,
+            proof=proof_of(shard, link),
+            is_hidden=shard.cursor is not None and not shard.cursor.is_computed,
         )
         if not link.num_bytes:
             link.progressed = now
         link.num_bytes += read.num_bytes
         self._reads.append(read)
 
-    def look(self, read: Read) -> End | None:
+    def look(self, read: BlockRead) -> End | None:
         """One step of blocks, then proof, then end; None while under way.  What goes wrong ends
         this read, as soon as nothing of it is under way."""
         posting = read.posting
@@ -211,7 +211,7 @@ class ReadSet:
             self._end(read)
         return end
 
-    def record(self, read: Read) -> None:
+    def record(self, read: BlockRead) -> None:
         self._recorder.observe(
             transfer_seconds=time.perf_counter() - read.posted, post_seconds=read.post_seconds
         )
@@ -223,7 +223,7 @@ class ReadSet:
             merged_descriptors=read.num_merged,
         )
 
-    def take_late(self) -> list[Read]:
+    def take_late(self) -> list[BlockRead]:
         """Reads that do not move on, or whose peer is lost, each told once; the link's room is for
         others from now on."""
         now = time.perf_counter()
@@ -233,17 +233,17 @@ class ReadSet:
             read.link.num_bytes -= read.num_bytes
         return late
 
-    def _is_stuck(self, read: Read, now: float) -> bool:
+    def _is_stuck(self, read: BlockRead, now: float) -> bool:
         link, moved = read.link, read.progressed
         if link.num_bytes_done - read.mark <= PATIENCE * self._max_bytes:
             moved = max(moved, link.progressed)
         return link.closed or now - moved >= self._limit_seconds
 
-    def _note_progress(self, read: Read) -> None:
+    def _note_progress(self, read: BlockRead) -> None:
         read.link.progressed = read.progressed = time.perf_counter()
         read.mark = read.link.num_bytes_done
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: BlockRead) -> None:
         self._reads.remove(read)
         link = read.link
         link.num_bytes_done += read.num_bytes
@@ -254,7 +254,7 @@ class ReadSet:
             read.cells = None
         link.drop()
 
-    def _advance(self, read: Read) -> End | None:
+    def _advance(self, read: BlockRead) -> End | None:
         if read.posting is not None:
             error = read.posting.look()
             if error is None:
@@ -271,9 +271,9 @@ class ReadSet:
         if read.cells is not None:
             expired = Failure("expired", ProtocolError(proof.refutation))
             return End(None if proof.holds(read.cells) else expired)
-        return End() if read.part.use.is_given_up else self._post_proof(read, proof)
+        return End() if read.shard.use.is_given_up else self._post_proof(read, proof)
 
-    def _post_proof(self, read: Read, proof: Proof) -> End | None:
+    def _post_proof(self, read: BlockRead, proof: Proof) -> End | None:
         """The blocks have arrived: read what proves them, now or as soon as cells are free."""
         cells = proof.table.own.take(len(proof.records))
         if cells is None:

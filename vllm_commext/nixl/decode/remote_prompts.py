@@ -241,7 +241,8 @@ class RemotePrompts:
             else:
                 self._release(state, error)
             if isinstance(error, OtherPromptError):
-                self._engine.recorder.count_reason(FAILURES, "request")
+                if load.remote is None:
+                    self._engine.recorder.count_reason(FAILURES, "request")
                 text = f"request {state.request_id}: KV cache not loaded, computed here: {error}"
                 self._log.warning("prompt", text)
 

@@ -1,10 +1,10 @@
 """A worker's transfers for one remote request, in one object.
 
 Pure.  Several requests of this engine may use one remote request (``n`` > 1, or a router that uses
-parameters again).  Each of these uses is read in parts, one for each prefill worker involved, and
-ends when all of its parts have: blocks into which a part is still being read must not be given to
-anybody else, even if another part has failed.  A use that took too long is given up: it counts as
-failed at once, and as settled when its last part has ended.  A prefill worker is released when no
+parameters again).  Each of these uses is read in shards, one for each prefill worker involved, and
+ends when all of its shards have: blocks into which a shard is still being read must not be given to
+anybody else, even if another shard has failed.  A use that took too long is given up: it counts as
+failed at once, and as settled when its last shard has ended.  A prefill worker is released when no
 use needs it any more.
 """
 
@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
+from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.geometry.topology import Sources
 from vllm_commext.nixl.requests import Load, PeerKey, RemoteRequest
-
-if TYPE_CHECKING:
-    from vllm_commext.nixl.decode.links import Link
-    from vllm_commext.nixl.stream.cursor import Cursor
 
 RELEASE_DELAY_SECONDS = 0.25
 """From the end of the last load of a remote request to its release: other uses of it, such as the
@@ -82,8 +79,19 @@ def describe_source(remote: RemoteRequest | None) -> str:
     )
 
 
+class ChunkCursor(Protocol):
+    """The progress of a read that follows the computation of its prompt."""
+
+    nonce: int
+    has_read: bool
+    is_computed: bool
+
+    @property
+    def num_read(self) -> int: ...
+
+
 @dataclass
-class Source:
+class SourceWorker:
     """One prefill worker of a remote request.
 
     Attributes:
@@ -111,26 +119,26 @@ class Use:
     """
 
     request_id: str
-    transfer: Transfer
+    prefill: RemotePrefill
     load: Load | None = None
     workers: set[int] = field(default_factory=set[int])
     failure: Failure | None = None
     lateness: Failure | None = None
     is_given_up: bool = False
-    parts: list[Part] = field(default_factory=list["Part"])
+    shards: list[ShardRead] = field(default_factory=list["ShardRead"])
 
     @property
     def num_read(self) -> int:
-        return min((one.stream.num_read if one.stream else 0 for one in self.parts), default=0)
+        return min((one.cursor.num_read if one.cursor else 0 for one in self.shards), default=0)
 
 
 @dataclass(eq=False)
-class Part:
+class ShardRead:
     """One use's read from one prefill worker.
 
     Attributes:
         retried: it was tried before, over a connection that turned out to be broken.
-        stream: how far it has come, where it is read while its prompt is computed.
+        cursor: how far it has come, where it is read while its prompt is computed.
     """
 
     use: Use
@@ -140,21 +148,21 @@ class Part:
     retried: bool = False
     begun: float = field(default_factory=time.perf_counter)
     pairs: tuple[Link, Pairs] | None = None
-    stream: Cursor | None = None
+    cursor: ChunkCursor | None = None
 
     @property
     def remote(self) -> RemoteRequest:
-        return self.load.remote or self.use.transfer.remote
+        return self.load.remote or self.use.prefill.remote
 
 
-class Transfer:
+class RemotePrefill:
     """One remote request."""
 
     def __init__(self, remote: RemoteRequest, found: Sources) -> None:
         self.remote = remote
         self._read = found.read
         self.sources = {
-            worker: Source(
+            worker: SourceWorker(
                 PeerKey(remote.engine_id, remote.host, remote.port, worker), num_consumers
             )
             for worker, num_consumers in found.num_consumers.items()
@@ -176,23 +184,23 @@ class Transfer:
             source.release_at = math.inf
         return use
 
-    def begin(self, load: Load) -> list[Part]:
-        """A load begins; what it needs no more is dropped, the rest are its parts."""
+    def begin(self, load: Load) -> list[ShardRead]:
+        """A load begins; what it needs no more is dropped, the rest are its shards."""
         use = self.uses.get(load.request_id) or self.wait(load.request_id)
         use.load = load
         wanted = self._read if load.block_ids else ()
         for worker in use.workers - set(wanted):
             self._drop(use, worker, 0.0)
-        use.parts = [Part(use, load, worker, self.sources[worker].key) for worker in wanted]
-        return use.parts
+        use.shards = [ShardRead(use, load, worker, self.sources[worker].key) for worker in wanted]
+        return use.shards
 
-    def close(self, part: Part, failure: Failure | None = None) -> bool:
-        """A part has ended; whether its use has ended with it."""
-        use = part.use
+    def close(self, shard: ShardRead, failure: Failure | None = None) -> bool:
+        """A shard has ended; whether its use has ended with it."""
+        use = shard.use
         use.failure = use.failure or failure
         if failure is not None and failure.reason == "expired":
-            self.sources[part.worker].is_gone = True
-        self._drop(use, part.worker, 0.0 if use.failure else RELEASE_DELAY_SECONDS)
+            self.sources[shard.worker].is_gone = True
+        self._drop(use, shard.worker, 0.0 if use.failure else RELEASE_DELAY_SECONDS)
         return self.end(use)
 
     def end(self, use: Use) -> bool:
@@ -210,7 +218,7 @@ class Transfer:
         if source.num_users == 0:
             source.release_at = time.perf_counter() + delay
 
-    def take_due(self, now: float) -> list[Source]:
+    def take_due(self, now: float) -> list[SourceWorker]:
         due = [source for source in self.sources.values() if source.release_at <= now]
         for source in due:
             source.release_at = math.inf

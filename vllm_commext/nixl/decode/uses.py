@@ -16,9 +16,9 @@ from vllm_commext.nixl.decode.peers import PeerTable
 from vllm_commext.nixl.decode.transfers import (
     Failure,
     Identity,
-    Part,
-    Source,
-    Transfer,
+    RemotePrefill,
+    ShardRead,
+    SourceWorker,
     Use,
     describe_source,
     failure_of,
@@ -119,12 +119,12 @@ class KeepAlive:
     def watch(self, use: Use) -> None:
         """A request waits for its load, so its lease may have begun long ago, or is about to be
         read, which most often has ended before the first heartbeat is due."""
-        if not use.transfer.remote.is_kept:
+        if not use.prefill.remote.is_kept:
             return
         now = time.monotonic()
-        remote_id = short_id(use.transfer.remote.request_id)
+        remote_id = short_id(use.prefill.remote.request_id)
         for worker in use.workers:
-            key = use.transfer.sources[worker].key
+            key = use.prefill.sources[worker].key
             link = self._peers.find(key) if use.load is not None else None
             delay = 0.0 if use.load is None else _interval(link)
             self.watched.watch(use.request_id, key, remote_id, now + delay)
@@ -187,15 +187,15 @@ class Uses:
         self._recorder = recorder
         self._outcomes = outcomes
         self._sources = functools.cache(local.sources)
-        self._transfers: dict[Identity, Transfer] = {}
+        self._prefills: dict[Identity, RemotePrefill] = {}
         # Transfers to be released, by the time when they are.
-        self._closing: deque[tuple[float, Transfer]] = deque()
+        self._closing: deque[tuple[float, RemotePrefill]] = deque()
         self._uses: dict[str, Use] = {}
         self._refusal: Exception | None = None
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
-        return len(self._transfers)
+        return len(self._prefills)
 
     def get(self, request_id: str) -> Use | None:
         return self._uses.get(request_id)
@@ -209,42 +209,42 @@ class Uses:
 
     def wait(self, wait: Wait) -> None:
         if wait.request_id not in self._uses:
-            self.keep_alive.watch(self._use(self._transfer_of(wait.remote), wait.request_id))
+            self.keep_alive.watch(self._use(self._prefill_of(wait.remote), wait.request_id))
 
-    def begin(self, load: Load, start: Callable[[Part], None]) -> None:
+    def begin(self, load: Load, start: Callable[[ShardRead], None]) -> None:
         self.keep_alive.watched.drop_everywhere(load.request_id)
         known = self._uses.get(load.request_id)
         try:
-            transfer = known.transfer if known is not None else self._transfer_of(remote_of(load))
-            use = self._use(transfer, load.request_id)
-            use.failure = self._refused(load, transfer.remote)
-            parts = transfer.begin(load)
+            prefill = known.prefill if known is not None else self._prefill_of(remote_of(load))
+            use = self._use(prefill, load.request_id)
+            use.failure = self._refused(load, prefill.remote)
+            shards = prefill.begin(load)
         except Exception as error:  # noqa: BLE001 one load's error is no other's
             self.report(load, failure_of(error, "request"))
             return
         self.keep_alive.watch(use)
-        for part in parts:
-            start(part)
-        if not parts and transfer.end(use):
+        for shard in shards:
+            start(shard)
+        if not shards and prefill.end(use):
             self._end(use, load)
-        self._release(transfer, time.perf_counter())
+        self._release(prefill, time.perf_counter())
 
-    def close(self, part: Part, failure: Failure | None = None) -> None:
-        use, transfer = part.use, part.use.transfer
-        self.keep_alive.watched.drop(use.request_id, part.key)
-        if transfer.close(part, failure):
-            self._end(use, part.load)
-        self._release(transfer, time.perf_counter())
+    def close(self, shard: ShardRead, failure: Failure | None = None) -> None:
+        use, prefill = shard.use, shard.use.prefill
+        self.keep_alive.watched.drop(use.request_id, shard.key)
+        if prefill.close(shard, failure):
+            self._end(use, shard.load)
+        self._release(prefill, time.perf_counter())
 
-    def check_size(self, part: Part, link: Link) -> None:
+    def check_size(self, shard: ShardRead, link: Link) -> None:
         """Refuse a wrong number of workers; those that there are keep the blocks in vain; raises
         ProtocolError."""
-        transfer, remote, there = part.use.transfer, part.remote, link.plan.remote
+        prefill, remote, there = shard.use.prefill, shard.remote, link.plan.remote
         if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
             return
-        if not all(source.is_gone for source in transfer.sources.values()):
-            transfer.give_up_sources()
-            right = self._transfer_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
+        if not all(source.is_gone for source in prefill.sources.values()):
+            prefill.give_up_sources()
+            right = self._prefill_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
             right.release_unused()
             self._release(right, time.perf_counter())
         raise ProtocolError(
@@ -253,12 +253,12 @@ class Uses:
             "router pass both on"
         )
 
-    def send_release(self, transfer: Transfer, source: Source) -> None:
+    def send_release(self, prefill: RemotePrefill, source: SourceWorker) -> None:
         """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
         as it is ready."""
-        if not transfer.remote.is_kept:
+        if not prefill.remote.is_kept:
             return
-        remote, agent_name = transfer.remote, ""
+        remote, agent_name = prefill.remote, ""
         try:
             released = Released(
                 request_id=short_id(remote.request_id),
@@ -266,7 +266,7 @@ class Uses:
                 num_consumers=source.num_consumers,
             )
             message = wire.encode(released)  # what cannot be written says nothing of the peer
-            agent_name = self._agent_of(transfer, source)
+            agent_name = self._agent_of(prefill, source)
             if agent_name:
                 self._agent.notify(agent_name, message)
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
@@ -276,7 +276,7 @@ class Uses:
                 self._peers.doubt(link, broken=True)
             if agent_name and not source.is_retried:
                 source.is_retried = True
-                self.send_release(transfer, source)
+                self.send_release(prefill, source)
                 return
             text = f"{describe_source(remote)} was not told that its blocks are not needed: {error}"
             self._log.warning("release", text)
@@ -287,8 +287,8 @@ class Uses:
             self._release(self._closing.popleft()[1], now)
 
     def release_all(self) -> None:
-        for transfer in list(self._transfers.values()):
-            self._release(transfer, sys.float_info.max)
+        for prefill in list(self._prefills.values()):
+            self._release(prefill, sys.float_info.max)
 
     def report(self, load: Load, failure: Failure | None, num_read: int = 0) -> None:
         """Report a load's end, and log why it failed and how many of the prompt's first tokens it
@@ -302,17 +302,19 @@ class Uses:
                 self._log.warning("failure", f"an error in the connector's own code: {error!r}")
         self._outcomes.received(load.request_id, failed=failure is not None)
 
-    def _use(self, transfer: Transfer, request_id: str) -> Use:
+    def _use(self, prefill: RemotePrefill, request_id: str) -> Use:
         known = self._uses.get(request_id)
         if known is None:
-            known = self._uses[request_id] = transfer.wait(request_id)
+            known = self._uses[request_id] = prefill.wait(request_id)
         return known
 
-    def _transfer_of(self, remote: RemoteRequest) -> Transfer:
+    def _prefill_of(self, remote: RemoteRequest) -> RemotePrefill:
         key = identity(remote)
-        if key not in self._transfers:
-            self._transfers[key] = Transfer(remote, self._sources(remote.tp_size, remote.pp_size))
-        return self._transfers[key]
+        if key not in self._prefills:
+            self._prefills[key] = RemotePrefill(
+                remote, self._sources(remote.tp_size, remote.pp_size)
+            )
+        return self._prefills[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
         if self._refusal is not None:
@@ -332,24 +334,24 @@ class Uses:
         else:
             self.report(load, use.failure, use.num_read)
 
-    def _release(self, transfer: Transfer, now: float) -> None:
-        for source in transfer.take_due(now):
-            self.send_release(transfer, source)
-        if transfer.next_release < math.inf:
-            self._closing.append((transfer.next_release, transfer))
-        if transfer.is_over:
-            self._transfers.pop(identity(transfer.remote), None)
+    def _release(self, prefill: RemotePrefill, now: float) -> None:
+        for source in prefill.take_due(now):
+            self.send_release(prefill, source)
+        if prefill.next_release < math.inf:
+            self._closing.append((prefill.next_release, prefill))
+        if prefill.is_over:
+            self._prefills.pop(identity(prefill.remote), None)
 
-    def _agent_of(self, transfer: Transfer, source: Source) -> str:
+    def _agent_of(self, prefill: RemotePrefill, source: SourceWorker) -> str:
         peer = self._peers.get(source.key)
         if peer is not None and peer.reach is not None:
             return peer.reach.value
         if peer is not None and peer.has_closed:
             return ""
-        peer = self._peers.prepare(source.key, transfer.remote.incarnation)
+        peer = self._peers.prepare(source.key, prefill.remote.incarnation)
         if peer.ready_link is None:
-            peer.releases.append((transfer, source))
-        elif peer.ready_link.serves(transfer.remote.incarnation):
+            peer.releases.append((prefill, source))
+        elif peer.ready_link.serves(prefill.remote.incarnation):
             return peer.ready_link.agent_name
         return ""
 

@@ -1,4 +1,4 @@
-"""The progress of a part that is read while its prompt is computed, its next chunk, and the times
+"""The progress of a shard that is read while its prompt is computed, its next chunk, and the times
 at which its row is polled: often around the time when the next chunk is expected, else seldom.
 
 A chunk is expected after as long as the last one took, in proportion to its tokens.
@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.decode.links import Link
-from vllm_commext.nixl.decode.transfers import Part
+from vllm_commext.nixl.decode.transfers import ShardRead
 from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, num_blocks_for
 from vllm_commext.nixl.stream.progress import (
@@ -41,7 +41,7 @@ LONGEST_SECONDS = 0.1
 EARLY, LATE = 0.9, 1.5
 """Times the expected time: from when to when looks follow each other as fast as they may."""
 FIRST = 12
-"""Looks for the first chunk, of which nothing is known, are this part of the time apart that has
+"""Looks for the first chunk, of which nothing is known, are this shard of the time apart that has
 passed."""
 
 
@@ -119,7 +119,7 @@ class Look:
 
 @dataclass(eq=False)
 class Cursor:
-    """The progress of a part; times in seconds of ``time.perf_counter``.
+    """The progress of a shard; times in seconds of ``time.perf_counter``.
 
     Attributes:
         first: tokens that this engine has already.
@@ -131,7 +131,7 @@ class Cursor:
         moved: when something was last new.
     """
 
-    part: Part
+    shard: ShardRead
     link: Link
     nonce: int
     regions: tuple[Region, ...]
@@ -176,7 +176,7 @@ class Cursor:
 
     @property
     def num_tokens(self) -> int:
-        return min(self.part.load.num_tokens, self.part.remote.num_tokens)
+        return min(self.shard.load.num_tokens, self.shard.remote.num_tokens)
 
     @property
     def takes_rest(self) -> bool:
@@ -258,7 +258,7 @@ class Cursor:
 
     def next_pairs(self) -> Pairs:
         """Plan the next chunk; raises ProtocolError."""
-        load, plan = self.part.load, self.link.plan
+        load, plan = self.shard.load, self.link.plan
         own = [
             self._own(group, blocks)
             for group, blocks in zip(plan.local.groups, load.blocks, strict=True)
@@ -283,9 +283,9 @@ class Cursor:
         return ids[1 : 1 + int(ids[0])].tolist() if self.takes_rest else []
 
 
-def cursor_of(part: Part, link: Link) -> Cursor:
-    """A part that begins to be read while its prompt is computed; raises ProtocolError."""
-    remote, plan = part.remote, link.plan
+def cursor_of(shard: ShardRead, link: Link) -> Cursor:
+    """A shard that begins to be read while its prompt is computed; raises ProtocolError."""
+    remote, plan = shard.remote, link.plan
     if not {FENCES, STREAM_HEADERS, STREAM_PIECES} <= link.tables.keys():
         raise ProtocolError(
             "the request is to be read while it is computed, and one of the engines streams "
@@ -302,17 +302,19 @@ def cursor_of(part: Part, link: Link) -> Cursor:
     if len(regions) != len(theirs):
         raise ProtocolError(f"expected regions of {len(theirs)} groups, got {len(regions)}")
     has_rest = all(group.kind == FULL for group in (*theirs, *own))
-    if not has_rest and part.load.num_tokens != remote.num_tokens:
+    if not has_rest and shard.load.num_tokens != remote.num_tokens:
         raise ProtocolError(
-            f"expected a state or a window after {part.load.num_tokens} tokens, got that after "
+            f"expected a state or a window after {shard.load.num_tokens} tokens, got that after "
             f"{remote.num_tokens}"
         )
     staying = [
         (group.block_size, blocks.first)
-        for group, blocks in zip(own, part.load.blocks, strict=True)
+        for group, blocks in zip(own, shard.load.blocks, strict=True)
         if group.kind == FULL
     ]
     sizes = [group.block_size for group in (*own, *theirs) if group.kind == FULL]
-    first = min((size * first for size, first in staying), default=part.load.num_tokens)
-    first = min(first, part.load.num_tokens)
-    return Cursor(part, link.hold(), remote.fence_nonce, regions, math.lcm(*sizes), first, has_rest)
+    first = min((size * first for size, first in staying), default=shard.load.num_tokens)
+    first = min(first, shard.load.num_tokens)
+    return Cursor(
+        shard, link.hold(), remote.fence_nonce, regions, math.lcm(*sizes), first, has_rest
+    )

@@ -1,7 +1,7 @@
 """The decode worker's side of chunk streaming: looks how far each prompt is, and says what to read
 next.
 
-Looks read a peer's row into memory of their own, never into blocks: a part with nothing but a look
+Looks read a peer's row into memory of their own, never into blocks: a shard with nothing but a look
 under way can end at once.  The chunks themselves are ordinary reads, each with its fence behind it;
 here is only decided which comes next, and what an end of one means.  Nothing that a row says is
 relied on: what was read counts when the fence, read after it, still has the nonce.
@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.nixl.decode.links import Link
-from vllm_commext.nixl.decode.transfers import Failure, Part, Use
+from vllm_commext.nixl.decode.transfers import Failure, ShardRead, Use
 from vllm_commext.nixl.geometry.layout import Int32Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.stream.cursor import LONGEST_SECONDS, Cursor, Look, Wanted, cursor_of
@@ -28,8 +28,8 @@ MAX_RESTARTS = 2
 """Restarts of one load because its prompt was preempted."""
 
 
-class StreamReader:
-    """Parts of one worker that are read while their prompts are computed.  Owned by one thread."""
+class Follower:
+    """Shards of one worker that are read while their prompts are computed.  Owned by one thread."""
 
     def __init__(self, agent: NixlAgent, limit_seconds: float) -> None:
         self._agent = agent
@@ -50,21 +50,18 @@ class StreamReader:
         times = (one.next_look - now for one in self._cursors if not one.is_reading)
         return max(min(times, default=LONGEST_SECONDS), 0.0)
 
-    def begin(self, part: Part, link: Link) -> None:
-        """Read a part, from where it was before a new connection; raises ProtocolError."""
-        new = cursor_of(part, link)
-        known = part.stream
-        if known is None:
-            part.stream = new
-        else:
-            known.link = new.link
-        self._cursors.append(part.stream or new)
+    def begin(self, shard: ShardRead, link: Link) -> None:
+        """Read a shard, from where it was before a new connection; raises ProtocolError."""
+        new = cursor_of(shard, link)
+        cursor = shard.cursor if isinstance(shard.cursor, Cursor) else new
+        shard.cursor, cursor.link = cursor, new.link
+        self._cursors.append(cursor)
 
-    def withdraw(self, use: Use) -> list[Part]:
-        found = [one for one in self._cursors if one.part.use is use and not one.is_reading]
+    def withdraw(self, use: Use) -> list[ShardRead]:
+        found = [one for one in self._cursors if one.shard.use is use and not one.is_reading]
         for cursor in found:
             self._leave(cursor)
-        return [cursor.part for cursor in found]
+        return [cursor.shard for cursor in found]
 
     def poll_left(self) -> None:
         for look in list(self._looks):
@@ -84,10 +81,10 @@ class StreamReader:
         return cursor.look is not None or cursor.has_more or now >= cursor.next_look
 
     def advance(self, cursor: Cursor) -> Pairs | None:
-        """The next chunk of a part that is due, None where there is none yet.
+        """The next chunk of a shard that is due, None where there is none yet.
 
         Raises:
-            CommextError: the part has failed.
+            CommextError: the shard has failed.
             Exception: what NIXL raises where the peer cannot be reached.
         """
         self._check_time(cursor)
@@ -100,16 +97,15 @@ class StreamReader:
     def note_posted(self, cursor: Cursor) -> None:
         cursor.is_reading, cursor.has_read, cursor.pairs = True, True, None
 
-    def leave(self, part: Part) -> None:
-        cursor = part.stream
-        if cursor is not None and cursor in self._cursors:
+    def leave(self, shard: ShardRead) -> None:
+        for cursor in [one for one in self._cursors if one.shard is shard]:
             self._leave(cursor)
 
-    def note_end(self, part: Part, failure: Failure | None) -> bool:
-        cursor = part.stream
-        assert cursor is not None  # only reads of streams are told here
+    def note_end(self, shard: ShardRead, failure: Failure | None) -> bool:
+        cursor = shard.cursor
+        assert isinstance(cursor, Cursor)  # only reads of streams are told here
         cursor.is_reading = False
-        goes_on = part.use.failure is None and self._goes_on(cursor, failure)
+        goes_on = shard.use.failure is None and self._goes_on(cursor, failure)
         if not goes_on:
             self._leave(cursor)
         return goes_on
@@ -165,7 +161,7 @@ class StreamReader:
         self._end_look(cursor)
 
     def _post_look(self, cursor: Cursor) -> Look | None:
-        link, row, wanted = cursor.link, cursor.part.remote.stream_row, cursor.wanted()
+        link, row, wanted = cursor.link, cursor.shard.remote.stream_row, cursor.wanted()
         headers, ids = link.tables[STREAM_HEADERS], link.tables[STREAM_PIECES]
         cells = headers.own.take()
         if cells is None:
@@ -188,13 +184,13 @@ class StreamReader:
 
     @staticmethod
     def _places(cursor: Cursor, wanted: Wanted) -> Int32Array:
-        row, first = cursor.part.remote.stream_row, cursor.regions[wanted.group].first
+        row, first = cursor.shard.remote.stream_row, cursor.regions[wanted.group].first
         per_row = cursor.link.pieces_per_row
         return pieces(row, per_row, first + wanted.first, wanted.num_pieces)
 
     def _judge(self, cursor: Cursor, header: Header) -> None:
         now = time.perf_counter()
-        remote, candidate = cursor.part.remote, cursor.candidate
+        remote, candidate = cursor.shard.remote, cursor.candidate
         cursor.candidate = ENDED
         cursor.next_look = now + cursor.schedule.wait(cursor.num_tokens, now)
         if header.tag != remote.stream_tag:
