@@ -31,9 +31,9 @@ def test_a_read_slower_than_the_lease(
         monkeypatch.setattr("vllm_commext.nixl.decode.uses.KeepAlive.send_due", lambda self: None)
     slow = SlowReads(decode.agent, monkeypatch)
     expected = expected_after(decode.memory, prefill.memory, [(7, 9)])
-    prefill.thread.submit(Hold("x", LEASE_SECONDS, 3, 0))
     remote = prefill.remote("x", [9], fence_slot=3)
     decode.thread.submit(load_of("r", remote, [7]))
+    prefill.thread.submit(Hold("x", LEASE_SECONDS if beats else 1.0, 3, 0))
     wait_until(lambda: slow.has_arrived, "the data")
     if beats:
         time.sleep(1.2 * LEASE_SECONDS)
