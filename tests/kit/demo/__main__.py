@@ -105,15 +105,14 @@ def choose_scenario(args: argparse.Namespace, folder: Path) -> Scenario:
     Raises ``ConfigError`` for sizes that the model cannot have.
     """
     from tests.kit.demo.chat import ChatScenario
-    from tests.kit.demo.scenario import Options
-    from tests.kit.demo.split import SplitScenario
+    from tests.kit.demo.scenario import Options, Scenario
 
     sizes = (args.p_tp or args.tp, args.d_tp or args.tp)
     options = Options(folder, args.model, *sizes, args.requests, args.port, args.keep)
     possible = smollm2.TP_SIZES if args.model == smollm2.NAME else TP_SIZES
     if not {*sizes} <= {*possible}:
         raise ConfigError(f"--tp: expected {possible} for {args.model}, got {sizes}")
-    return (ChatScenario if args.model == smollm2.NAME else SplitScenario)(options)
+    return (ChatScenario if args.model == smollm2.NAME else Scenario)(options)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

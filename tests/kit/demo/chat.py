@@ -46,7 +46,7 @@ class Answer:
 class ChatScenario(Scenario):
     """Questions of one line, and one about a file of some thousand tokens."""
 
-    prefill_args = decode_args = (
+    args = (
         *("--max-model-len", "4096", "--no-enable-prefix-caching"),
         *("--num-gpu-blocks-override", "256"),
     )
@@ -64,17 +64,8 @@ class ChatScenario(Scenario):
     def ask_references(self) -> None:
         self.questions = [*QUESTIONS, f"{LICENSE.read_text()}\n{ABOUT_A_FILE}"]
         self.noise = Noise(ROUNDING, allows_ties=True)
-        self.say("starting a single server without this package, for reference")
-        size = self.options.decode_tp
-        server = cluster.plain_server(
-            "single",
-            self.model,
-            self.options.folder,
-            tensor_parallel_size=size,
-            args=self.decode_args,
-        )
-        with server:
-            self.say(f"single server ready; {len(self.questions)} questions")
+        with self.plain_server(self.options.decode_tp) as server:
+            self.say(f"{len(self.questions)} questions")
             self.expected = self._ask(server, self.questions)
 
     def send_all(self, proxy: Server, decode: Server) -> None:

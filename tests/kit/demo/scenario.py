@@ -1,8 +1,15 @@
-"""What the demo's scenarios have in common: their servers, how they ask them, and how they end."""
+"""The demo's scenario for any model and any two tensor-parallel sizes.
+
+A decode engine computes only the last token of a prompt. A plain server does the same where all
+prompts have as many tokens as it may compute in one step, and one more; so started, it computes in
+the same pieces as prefill and decode engine together. At equal sizes its answers are theirs to the
+bit. At different ones they are within what the two sizes differ by without any transfer, which a
+plain server of the prefill engine's size shows. Prefix caches are off: a state cannot be cut back
+to the tokens that two prompts share.
+"""
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +20,7 @@ from tests.kit import cluster
 from tests.kit.demo.report import BYTES, Claim, Expected, Noise, Pass, table, verdict
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, complete
-from tests.kit.prompts import Prompt, num_blocks
+from tests.kit.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
 from tests.kit.servers import ProxyServer, Server, VllmServer, free_port
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
@@ -21,6 +28,8 @@ from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
 CONCURRENCY = 8
 NUM_CONTROLS = 4
 WATCH_SECONDS = 1.0
+PROMPT_TOKENS = 130
+SETTLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,33 +46,23 @@ class Options:
     keep: bool
 
 
-class Scenario(ABC):
-    """One run of the demo; prints as it goes.
+class Scenario:
+    """One run of the demo with prompts of one length; prints as it goes. ``args`` are those of all
+    servers: plain ones are asked first, then the engines, last with prompts that are almost the
+    same."""
 
-    A subclass says what is asked: of plain servers first (``ask_references``), then of the engines
-    (``send_all``), last with prompts that are almost the same (``control``).
-    ``prefill_args`` and ``decode_args`` go to ``vllm serve``.
-    """
-
-    prefill_args: Sequence[str] = ()
-    decode_args: Sequence[str] = ()
+    args: Sequence[str] = (
+        *("--max-num-batched-tokens", str(PROMPT_TOKENS - 1)),
+        "--no-enable-prefix-caching",
+    )
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.started = time.monotonic()
         self.passes: list[Pass] = []
         self.claims: list[Claim] = []
-
-    @abstractmethod
-    def ask_references(self) -> None: ...
-
-    @abstractmethod
-    def send_all(self, proxy: Server, decode: Server) -> None:
-        """The passes through the proxy."""
-
-    @abstractmethod
-    def control(self, proxy: Server, decode: Server) -> None:
-        """The same comparison must notice a KV cache that belongs to other tokens."""
+        made = equal_prompts(1 + options.num_requests, PROMPT_TOKENS, seed=1)
+        self.first, self.prompts = made[0], made[1:]
 
     def run(self) -> bool:
         self.options.folder.mkdir(parents=True, exist_ok=True)
@@ -90,9 +89,11 @@ class Scenario(ABC):
         print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
 
     def start_engines(self, stack: ExitStack) -> tuple[VllmServer, VllmServer]:
-        self.say(f"starting a prefill and a decode server, {self._sizes()}")
-        prefill = self.engine("prefill", "kv_producer")
-        decode = self.engine("decode", "kv_consumer")
+        sizes = self.options.prefill_tp, self.options.decode_tp
+        named = " and ".join(map(str, dict.fromkeys(sizes)))
+        self.say(f"starting a prefill and a decode server, with tensor parallel size {named}")
+        prefill = self.engine("prefill", "kv_producer", sizes[0])
+        decode = self.engine("decode", "kv_consumer", sizes[1])
         for server in (prefill, decode):
             stack.callback(server.stop)
             server.start()
@@ -100,21 +101,14 @@ class Scenario(ABC):
             self.say(f"{server.name} ready after {server.wait_ready():.0f} s on {server.url}")
         return prefill, decode
 
-    def _sizes(self) -> str:
-        prefill, decode = self.options.prefill_tp, self.options.decode_tp
-        if prefill == decode:
-            return f"each with tensor parallel size {prefill}"
-        return f"with tensor parallel size {prefill} and {decode}"
-
-    def engine(self, name: str, role: str) -> VllmServer:
-        options, is_prefill = self.options, role == "kv_producer"
+    def engine(self, name: str, role: str, size: int) -> VllmServer:
         return cluster.engine_server(
             name,
             self.model,
-            options.folder,
+            self.options.folder,
             cluster.kv_transfer_config(role),
-            tensor_parallel_size=options.prefill_tp if is_prefill else options.decode_tp,
-            args=[*self.model_args(), *(self.prefill_args if is_prefill else self.decode_args)],
+            tensor_parallel_size=size,
+            args=[*self.model_args(), *self.args],
         )
 
     def model_args(self) -> list[str]:
@@ -157,6 +151,86 @@ class Scenario(ABC):
         blocks = sum(num_blocks(len(one.prompt), cluster.BLOCK_SIZE) for one in got)
         token_bytes = kv_bytes_per_token(self.model) * max(heads, self.options.decode_tp) // heads
         return Expected(blocks * cluster.BLOCK_SIZE * token_bytes)
+
+    def ask_references(self) -> None:
+        """Let a plain server of the decode engine's size answer everything, and one of the prefill
+        engine's where that is another."""
+        prefill_tp, decode_tp = self.options.prefill_tp, self.options.decode_tp
+        with self.plain_server(decode_tp) as server:
+            self.say(f"{len(self.prompts)} prompts one at a time, then {CONCURRENCY} at once")
+            self.expected = one_at_a_time(server.url, self.prompts)
+            many = at_once(server.url, self.prompts)
+        self.quiet = Noise()
+        if prefill_tp != decode_tp:
+            with self.plain_server(prefill_tp) as server:
+                self.say(f"{len(self.prompts)} prompts one at a time")
+                other = one_at_a_time(server.url, self.prompts)
+            self.quiet = Noise.of_rounding(self.expected, other)
+        self.busy = self.quiet.at_least(Noise.of_rounding(self.expected, many))
+        self.say(
+            f"the sizes' own answers: logprobs differ by {self.quiet.max_logprob:.2g} one at a "
+            f"time, by {self.busy.max_logprob:.2g} at once"
+        )
+
+    def plain_server(self, size: int) -> VllmServer:
+        self.say(
+            f"starting a single server without this package, with tensor parallel size {size}, "
+            "for reference"
+        )
+        return cluster.plain_server(
+            f"single-tp{size}",
+            self.model,
+            self.options.folder,
+            tensor_parallel_size=size,
+            args=[*self.model_args(), *self.args],
+        )
+
+    def send_all(self, proxy: Server, decode: Server) -> None:
+        if KINDS[self.options.kind].model_type == "llama":
+            self.needed = self.whole_prompts
+        else:
+            self.needed = self.as_before(proxy, decode)
+        passes: list[tuple[str, Noise, Callable[[str, Sequence[Prompt]], list[Completion]]]] = [
+            ("one at a time", self.quiet, one_at_a_time),
+            (f"{CONCURRENCY} at once", self.busy, at_once),
+        ]
+        for name, noise, ask in passes:
+            self.say(f"{len(self.prompts)} prompts through the proxy, {name}")
+            one = self.measure(
+                name,
+                decode,
+                self.expected,
+                noise,
+                lambda ask=ask: ask(proxy.url, self.prompts),
+                self.needed,
+            )
+            self.claims += [one.claim_equal(noise), one.claim_transferred()]
+
+    def as_before(
+        self, proxy: Server, decode: Server
+    ) -> Callable[[Sequence[Completion]], Expected]:
+        self.say("one prompt through the proxy, to see how much is read for it")
+        before = scrape(decode.url)
+        one_at_a_time(proxy.url, [self.first])
+        wait_for_added(decode.url, before, BYTES, 1)
+        time.sleep(SETTLE_SECONDS)  # ranks may report in different steps
+        found = int(scrape(decode.url).minus(before).total(BYTES))
+        source = f"as many for each prompt as for the one before, {found:,}"
+        return lambda got: Expected(len(got) * found, source)
+
+    def control(self, proxy: Server, decode: Server) -> None:
+        """The same comparison must notice that KV cache and states are another prompt's."""
+        changed = [almost_the_same(prompt) for prompt in self.prompts[:NUM_CONTROLS]]
+        self.say(f"negative control: {len(changed)} of the prompts with one early token changed")
+        one = self.measure(
+            "changed (control)",
+            decode,
+            self.expected[:NUM_CONTROLS],
+            self.quiet,
+            lambda: one_at_a_time(proxy.url, changed),
+            self.needed,
+        )
+        self.claims += [one.claim_noticed(), one.claim_transferred()]
 
     def keep(self, servers: Sequence[Server]) -> None:
         """Leave the servers up until Ctrl-C, or until one of them ends."""
