@@ -1,8 +1,8 @@
 """One rank of the two-rank checks over gloo; test_ranks.py starts it.
 
-    python tests/unit/allreduce/ranks.py RANK WORLD_SIZE STORE_FILE
+    python tests/unit/allreduce/ranks.py RANK STORE_FILE
 
-Prints a line of JSON a check: its name, and what the rank found.
+Prints a line of JSON a check: its name, and the error it ended with, if any.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -27,6 +28,7 @@ from vllm_commext.allreduce.creation import (
     lines,
     start_dispatcher,
 )
+from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.table import cache
 from vllm_commext.allreduce.table.machine import Machine
@@ -36,6 +38,9 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.facts import Facts, agree_about
 
 CPU = torch.device("cpu")
+WORLD = 2
+KNOWN = Machine("NVIDIA H200", "", "", "", "", "", "")
+UNKNOWN = Machine("another GPU", "", "", "", "", "", "")
 
 
 class StandIn(Ready):
@@ -57,29 +62,31 @@ class StandIn(Ready):
         self._log.append(f"destroy {self.name}")
 
 
-def raised(step: Callable[[], object]) -> str:
-    try:
-        step()
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+def parts() -> Parts:
+    return Parts(distributed.group.WORLD, distributed.group.WORLD, CPU)
 
 
-def check_values(rank: int, world: int) -> Any:
+def start(machine: Machine, forced: str | None = None, **facts: Any) -> Dispatcher | None:
+    return start_dispatcher(parts(), Requirements(forced, facts=Facts(**facts)), lambda: machine)
+
+
+def start_by_itself(machine: Machine, **facts: Any) -> Dispatcher | None:
+    required = Requirements(by_itself=True, facts=Facts(**facts))
+    return start_dispatcher(parts(), required, lambda: machine)
+
+
+def check_objects_travel(rank: int, _: pytest.MonkeyPatch) -> None:
     collective = Collective.over(distributed.group.WORLD)
-    return {
-        "run": collective.run(lambda: rank * 10),
-        "inside": collective.run(lambda: (collective.allgather(rank), collective.bcast(rank, 1))),
-        "split": collective.run(lambda: collective.Split(0, rank) is collective),
-        "other_split": raised(lambda: collective.run(lambda: collective.Split(rank, 0))),
-        "world": world,
-    }
+    assert collective.run(lambda: rank * 10) == [0, 10]
+    both = collective.run(lambda: (collective.allgather(rank), collective.bcast(rank, 1)))
+    assert both == [((0, 1), 1)] * WORLD
+    assert collective.run(lambda: collective.Split(0, rank) is collective) == [True] * WORLD
+    with pytest.raises(UnsupportedError, match="expected one colour"):
+        collective.run(lambda: collective.Split(rank, 0))
 
 
-def check_failures(rank: int, _: int) -> Any:
-    """At each of four points rank 1 fails; both leave with the same words, and can go on."""
+def check_a_failure_at_any_point_is_everybodys(rank: int, _: pytest.MonkeyPatch) -> None:
     collective = Collective.over(distributed.group.WORLD)
-    found: list[str] = []
     for at in range(4):
 
         def step(at: int = at) -> None:
@@ -89,50 +96,45 @@ def check_failures(rank: int, _: int) -> Any:
                 if turn < 3:
                     collective.allgather(turn)
 
-        found.append(raised(lambda: collective.run(step)))
-        found.append(str(collective.run(lambda at=at: at)))
+        with pytest.raises(UnsupportedError, match=f"^rank 1: ValueError: at {at}$"):
+            collective.run(step)
+        assert collective.run(lambda at=at: at) == [at] * WORLD  # both can go on
 
     def uneven() -> None:
         for _ in range(1 + rank):
             collective.barrier()
 
-    found.append(raised(lambda: collective.run(uneven)))
+    with pytest.raises(UnsupportedError, match="different numbers of steps"):
+        collective.run(uneven)
     with torch.inference_mode():
-        found.append(str(collective.run(lambda: "in inference mode")))
-    return found
+        assert collective.run(lambda: "in inference mode") == ["in inference mode"] * WORLD
 
 
-def check_creation(rank: int, world: int) -> Any:
-    """One rank cannot make one family: none has it, and the next backend serves on both."""
-    log: list[str] = []
+def check_a_backend_that_fails_on_one_rank_is_nowhere(rank: int, patch: pytest.MonkeyPatch) -> None:
+    """The next backend serves on both."""
     rows = (Row(1 << 20, (limits.FLASHINFER_ONE_SHOT, limits.CUSTOM, limits.NCCL)),)
-    table = Table(world, {"float32": rows}, f"of rank {rank}")
+    table = Table(WORLD, {"float32": rows}, f"of rank {rank}")
 
     def make(*_: Any) -> StandIn:
         if rank == 1:
             raise UnsupportedError("no compiler")
-        return StandIn(limits.FLASHINFER_ONE_SHOT, log)
+        return StandIn(limits.FLASHINFER_ONE_SHOT, [])
 
-    creation.flashinfer.FlashInferBackend = make  # pyright: ignore
-    parts = Parts(distributed.group.WORLD, distributed.group.WORLD, CPU)
-    dispatcher = create_dispatcher(parts, table)
+    patch.setattr(creation.flashinfer, "FlashInferBackend", make)
+    dispatcher = create_dispatcher(parts(), table)
     out = dispatcher.all_reduce(torch.ones(4))
     assert out is not None
+    assert out.tolist() == [2.0] * 4
+    assert list(dispatcher.backends) == ["nccl"]
     served, refused = dispatcher.counts()
+    assert (served, refused) == ({"nccl": 1}, {"flashinfer_one_shot": 1, "custom": 1})
     assert dispatcher.table is not None
-    other = raised(lambda: create_dispatcher(parts, table, limits.BACKENDS[rank]))
-    return {
-        "backends": sorted(dispatcher.backends),
-        "sum": out.tolist(),
-        "served": dict(served),
-        "refused": dict(refused),
-        "origin": dispatcher.table.origin,
-        "other_settings": other,
-    }
+    assert dispatcher.table.origin == "of rank 0"
+    with pytest.raises(UnsupportedError, match="expected the same settings on all ranks"):
+        create_dispatcher(parts(), table, limits.BACKENDS[rank])
 
 
-def check_facts(rank: int, world: int) -> Any:
-    """Agreed by all; refused on all where they are on two hosts, differ, or one cannot say."""
+def check_what_decides_is_agreed_about_by_all_ranks(rank: int, __: pytest.MonkeyPatch) -> None:
     ranks = Collective.over(distributed.group.WORLD)
 
     def broken() -> Facts:
@@ -140,21 +142,21 @@ def check_facts(rank: int, world: int) -> Any:
             raise OSError("no driver")
         return Facts()
 
+    assert agree_about(lambda: Facts("one", hidden=64), ranks).hidden == 64
     unlike = Facts(settings=("VLLM_COMMEXT_ALLREDUCE_TUNE=" + ("cached", "0")[rank],))
-    return {
-        "alike": agree_about(lambda: Facts("one", hidden=64), ranks).hidden,
-        "two hosts": raised(lambda: agree_about(lambda: Facts(f"host {rank}"), ranks)),
-        "unlike": raised(lambda: agree_about(lambda: unlike, ranks)),
-        "dtypes": raised(lambda: agree_about(lambda: Facts(hidden=64 + rank), ranks)),
-        "broken": raised(lambda: agree_about(broken, ranks)),
-    }
+    for find, words in (
+        (lambda: Facts(f"host {rank}"), "^its ranks are on 2 hosts$"),
+        (lambda: unlike, "settings.*set the toggles alike"),
+        (lambda: Facts(hidden=64 + rank), r"hidden \[64, 65\]"),
+        (broken, "^rank 1: OSError: no driver$"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            agree_about(find, ranks)
 
 
-def check_workspace(rank: int, world: int) -> Any:
+def check_a_workspace_is_made_on_all_ranks_or_on_none(rank: int, patch: pytest.MonkeyPatch) -> None:
     """A library that creates in several exchanges, and on rank 1 fails between two of them."""
-    backend_module._check_memory = lambda _: None
     released: list[str] = []
-    states: list[bool] = []
 
     def create(key: WorkspaceKey, _: Any, rows: int, collective: Collective, __: Any) -> str:
         handles = collective.allgather(f"handle {rank}")
@@ -163,146 +165,131 @@ def check_workspace(rank: int, world: int) -> Any:
         collective.barrier()
         return f"{rows} {handles}"
 
-    backend_module._create = create
-    backend_module._release = released.append
+    patch.setattr(backend_module, "_check_memory", lambda _: None)
+    patch.setattr(backend_module, "_create", create)
+    patch.setattr(backend_module, "_release", released.append)
     workspaces = Workspaces(budget_bytes=1 << 20)
-    group = distributed.group.WORLD
     found: list[Any] = []
     for hidden in (16, 8, 16, 8, 64):
         before = random.getstate()
-        key = WorkspaceKey("tp", False, hidden)
-        made = workspaces.get_or_create(
-            key, torch.bfloat16, 1 << 18 if hidden == 8 else 4096, group
-        )
-        states.append(random.getstate() == before)
-        found.append(made and [made.handle, made.size.max_bytes])
-    bytes_before = workspaces.device_bytes
+        key, num_bytes = WorkspaceKey("tp", False, hidden), 1 << 18 if hidden == 8 else 4096
+        group = distributed.group.WORLD
+        found.append(workspaces.get_or_create(key, torch.bfloat16, num_bytes, group))
+        assert random.getstate() == before
+    assert found[0] is found[2] is None
+    assert found[1] is found[3]
+    assert found[1].handle.endswith("('handle 0', 'handle 1')")
+    assert found[4] is None  # the one before has used the budget up
+    assert 0 < workspaces.device_bytes <= 1 << 20
     workspaces.destroy("another")
+    assert not released
     workspaces.destroy()
-    return [found, bytes_before, len(released), workspaces.device_bytes, all(states), world]
+    assert (len(released), workspaces.device_bytes) == (1, 0)
 
 
-def check_nccl_through_torch(rank: int, _: int) -> Any:
+def check_nccl_is_reached_through_torch_where_vllm_has_no_binding(
+    rank: int, __: pytest.MonkeyPatch
+) -> None:
     backend = NcclBackend(None, distributed.group.WORLD)
     tensor = torch.full((3,), float(rank + 1))
-    return [backend.through, backend.all_reduce(tensor).tolist(), tensor.tolist()]
+    assert backend.through == "torch"
+    assert backend.all_reduce(tensor).tolist() == [3.0] * 3
+    assert tensor.tolist() == [rank + 1.0] * 3
 
 
-def check_creation_that_ends_midway(_: int, world: int) -> Any:
-    """What was made before a maker that raises what nobody expects is given back."""
+def check_a_creation_that_ends_midway_leaves_nothing_behind(
+    _: int, patch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
     rows = (Row(1 << 10, (limits.FLASHINFER_ONE_SHOT,)), Row(1 << 20, (limits.PUSH,)))
-    table = Table(world, {"float32": rows}, "test")
-    creation.flashinfer.FlashInferBackend = lambda *_: StandIn(limits.FLASHINFER_ONE_SHOT, log)  # pyright: ignore
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    made, creation.push.PushBackend = creation.push.PushBackend, fail
-    group = distributed.group.WORLD
-    try:
-        create_dispatcher(Parts(group, group, CPU), table)
-    except KeyboardInterrupt:
-        return log
-    finally:
-        creation.push.PushBackend = made
-    return "no error"
+    made = StandIn(limits.FLASHINFER_ONE_SHOT, log)
+    patch.setattr(creation.flashinfer, "FlashInferBackend", lambda *_: made)
+    patch.setattr(creation.push, "PushBackend", fail)
+    with pytest.raises(KeyboardInterrupt):
+        create_dispatcher(parts(), Table(WORLD, {"float32": rows}, "test"))
+    assert log == ["destroy flashinfer_one_shot"]
 
 
-def by_itself_where(parts: Parts, unknown: Machine, sizes: list[int]) -> dict[str, Any]:
-    """What takes part where nobody has asked for it, and with how much memory."""
-    start, few = start_dispatcher, Facts(hidden=4096, max_tokens=1024)
-    known = Machine("NVIDIA H200", "", "", "", "", "", "")
-    without_gain = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
-    real, cache.IN_ENGINES = cache.IN_ENGINES, frozenset({("NVIDIA H200", 2)})
-    sizes.clear()
-    made = start(parts, Requirements(by_itself=True, facts=few), lambda: known)
+def check_a_group_starts_with_what_is_known_of_rank_0s_machine(
+    rank: int, patch: pytest.MonkeyPatch
+) -> None:
+    assert start(UNKNOWN) is None
+    made = start(KNOWN if rank == 0 else UNKNOWN)
     assert made is not None
-    rows = [torch.ones(count, 4096, dtype=torch.bfloat16) for count in (1, 64, 512, 1024)]
-    found: dict[str, Any] = {
-        "by itself": [made.choice(each) for each in (*rows, rows[3].float())],
-        "by itself, backends": sorted(made.backends),
-        "by itself, bytes": list(sizes),
-        "by itself, lines": lines(made, Requirements(by_itself=True, facts=few)),
-    }
-    for what, facts, machine in (
-        ("an unknown machine", Facts(), unknown),
-        ("another dtype", Facts(dtype="float64"), known),
-        ("multicast", Facts(multicast=True), known),
-        ("eager", Facts(eager=True), known),
-        ("microbatches", Facts(microbatches=True), known),
-        ("invariance", Facts(multicast=True, invariant=True), known),
-    ):
-        required = Requirements(by_itself=True, facts=facts)
-        found[f"by itself, {what}"] = (
-            start(parts, required, lambda machine=machine: machine) is None
-        )
-    cached = Requirements(by_itself=True, facts=Facts(hidden=64))
-    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (limits.NCCL, limits.PUSH)),)}, "tuned")
-    if distributed.get_rank() == 0:
-        cache.save(unknown, elsewhere, 64)
-    distributed.barrier()
-    found["by itself, never first"] = start(parts, cached, lambda: unknown) is None
-    found["by itself, GPUs without gain in engines"] = without_gain is None
-    cache.IN_ENGINES = real
-    return found
-
-
-def check_start(rank: int, world: int) -> Any:
-    """As an engine starts: unknown, with the built-in table, with a fault on one rank, measured."""
-    group = distributed.group.WORLD
-    parts = Parts(group, group, CPU)
-    unknown = Machine("another GPU", "", "", "", "", "", "")
-    known = Machine("NVIDIA H200", "", "", "", "", "", "")
-    found: dict[str, Any] = {
-        "unknown": start_dispatcher(parts, Requirements(), lambda: unknown) is None
-    }
-    made = start_dispatcher(parts, Requirements(), lambda: known if rank == 0 else unknown)
     assert made.table is not None
     out = made.all_reduce(torch.ones(8, dtype=torch.bfloat16))
-    found["built in"] = [list(made.backends), made.table.origin, out is not None and out.tolist()]
-    found["lines"] = lines(made, Requirements())
-    forced = start_dispatcher(parts, Requirements(forced=limits.NCCL), lambda: unknown)
-    found["forced"] = forced.all_reduce(torch.ones(2)) is not None
+    assert out is not None
+    assert out.tolist() == [2.0] * 8
+    assert (list(made.backends), made.table.origin) == (["nccl"], "built in, 2 x NVIDIA H200")
+    first, second, *_ = lines(made, Requirements())
+    assert first == "made on all ranks: nccl"
+    assert second.startswith("bfloat16: flashinfer_one_shot up to ")
+    forced = start(UNKNOWN, limits.NCCL)
+    assert forced is not None
+    assert forced.all_reduce(torch.ones(2)) is not None
+    assert start(KNOWN, eager=True) is start(KNOWN, microbatches=True) is None
+    assert start(KNOWN, limits.NCCL, eager=True) is not None
+
+    assert start(KNOWN, invariant=True) is None  # without our kernel
+    patch.setattr(creation.push, "PushBackend", lambda *_: StandIn(limits.PUSH, []))
+    ours = start(KNOWN, invariant=True)
+    assert ours is not None
+    assert {ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)} == {"push"}
+    assert start(UNKNOWN, invariant=True) is start(KNOWN, limits.NCCL, invariant=True) is None
 
     def broken() -> Machine:
         if rank == 1:
             raise OSError("no driver")
-        return known
+        return KNOWN
 
-    eager, split = Facts(eager=True), Facts(microbatches=True)
-    found["eager"] = start_dispatcher(parts, Requirements(facts=eager), lambda: known) is None
-    found["eager, forced"] = (
-        start_dispatcher(parts, Requirements(limits.NCCL, facts=eager), lambda: known) is not None
-    )
-    found["microbatches"] = (
-        start_dispatcher(parts, Requirements(facts=split), lambda: known) is None
-    )
-    same = Facts(invariant=True)
-    invariant = Requirements(facts=same)
-    found["invariant, without our kernel"] = start_dispatcher(parts, invariant, lambda: known)
-    by_itself = Requirements(by_itself=True)
-    found["by itself, without our kernel"] = start_dispatcher(parts, by_itself, lambda: known)
-    real, sizes = creation.push.PushBackend, []
+    with pytest.raises(UnsupportedError, match="^rank 1: OSError: no driver$"):
+        start_dispatcher(parts(), Requirements(), broken)
+
+
+def check_by_itself_only_a_kernel_of_ours_takes_part_and_only_where_it_comes_first(
+    rank: int, patch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
 
     def push_backend(num_bytes: int, _: Any) -> StandIn:
         sizes.append(num_bytes)
         return StandIn(limits.PUSH, [])
 
-    creation.push.PushBackend = push_backend  # pyright: ignore
-    ours = start_dispatcher(parts, invariant, lambda: known)
-    assert ours is not None
-    found["invariant"] = sorted({ours.choice(torch.ones(rows, 8)) for rows in (1, 2, 9, 1 << 15)})
-    found["invariant, unknown"] = start_dispatcher(parts, invariant, lambda: unknown)
-    other = Requirements(limits.NCCL, facts=same)
-    found["invariant, forced"] = start_dispatcher(parts, other, lambda: known)
-    found.update(by_itself_where(parts, unknown, sizes))
-    creation.push.PushBackend = real
-    found["broken"] = raised(lambda: start_dispatcher(parts, Requirements(), broken))
-    return found
+    patch.setattr(cache, "IN_ENGINES", frozenset({("NVIDIA H200", 2)}))
+    assert start_by_itself(KNOWN) is None  # without our kernel
+    patch.setattr(creation.push, "PushBackend", push_backend)
+    few: dict[str, Any] = {"hidden": 4096, "max_tokens": 1024}
+    with patch.context() as none_known:
+        none_known.setattr(cache, "IN_ENGINES", frozenset())
+        assert start_by_itself(KNOWN, **few) is None  # GPUs without gain in engines
+    sizes.clear()
+    made = start_by_itself(KNOWN, **few)
+    assert made is not None
+    assert sizes == [8 << 20]  # not the table's 64 MiB
+    rows = [torch.ones(count, 4096, dtype=torch.bfloat16) for count in (1, 64, 512, 1024)]
+    # 8 KiB and 512 KiB are FlashInfer's in the table, 4 MiB and 8 MiB ours; float32 is unknown.
+    chosen = [made.choice(each) for each in (*rows, rows[3].float())]
+    assert chosen == ["vllm", "vllm", "push", "push", "vllm"]
+    assert sorted(made.backends) == ["nccl", "push"]
+    [line] = lines(made, Requirements(by_itself=True, facts=Facts(**few)))
+    assert line.startswith("takes part by itself: bfloat16: vllm up to 1")
+    assert start_by_itself(KNOWN, multicast=True, invariant=True) is not None
+    assert start_by_itself(UNKNOWN) is None
+    for fact in ("multicast", "eager", "microbatches"):
+        assert start_by_itself(KNOWN, **{fact: True}) is None, fact
+    assert start_by_itself(KNOWN, dtype="float64") is None
+    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (limits.NCCL, limits.PUSH)),)}, "tuned")
+    if rank == 0:
+        cache.save(UNKNOWN, elsewhere, 64)
+    distributed.barrier()
+    assert start_by_itself(UNKNOWN, hidden=64) is None  # never first
 
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {
+CHECKS: dict[str, Callable[[int, pytest.MonkeyPatch], None]] = {
     name.removeprefix("check_"): value
     for name, value in list(globals().items())
     if name.startswith("check_")
@@ -310,16 +297,16 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
 
 
 def main() -> None:
-    rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    distributed.init_process_group(
-        "gloo", f"file://{store}", timedelta(seconds=60), world_size=world, rank=rank
-    )
+    rank, store = int(sys.argv[1]), f"file://{sys.argv[2]}"
+    distributed.init_process_group("gloo", store, timedelta(seconds=60), WORLD, rank)
     for name, check in CHECKS.items():
+        error = ""
         try:
-            found = check(rank, world)
-        except Exception:  # noqa: BLE001 - the test shows it
-            found = {"error": traceback.format_exc()}
-        sys.stdout.write(json.dumps({"check": name, "found": found}) + "\n")
+            with pytest.MonkeyPatch.context() as patch:
+                check(rank, patch)
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the test shows it
+            error = traceback.format_exc()
+        sys.stdout.write(json.dumps({"check": name, "error": error}) + "\n")
         sys.stdout.flush()
     distributed.destroy_process_group()
 
