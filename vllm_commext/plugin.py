@@ -62,12 +62,19 @@ class Capability:
 
 
 def _activate_nixl() -> None:
-    from vllm_commext.compat import kv_connector
+    from vllm_commext.compat import hooks, kv_connector
 
     if importlib.util.find_spec("nixl") is None:
         raise UnsupportedError("NIXL is not installed, `pip install nixl==1.5.1` brings it")
     kv_connector.note_layout_choice()
+    hooks.when_imported("vllm.v1.engine.output_processor", _hand_out_resumed_answers)
     _add_connector(CONNECTOR_MODULE)
+
+
+def _hand_out_resumed_answers() -> None:
+    from vllm_commext.compat import resumed_answers
+
+    resumed_answers.install()
 
 
 def _add_connector(module: str) -> None:

@@ -5,8 +5,8 @@ vLLM has no way to give a request a token that the engine did not compute.  Befo
 is therefore sent to the client through the engine's queue of outputs, and becomes the last token of
 the request's prompt with one token fewer to generate.  The scheduler then asks the connector for
 the prompt, as always, and computes this token's position when the blocks are there.  The same
-happens with all tokens of an answer that is resumed here.  vLLM's own function decides whether the
-last token ends the answer.
+happens with all tokens of an answer that is resumed here, which `resumed_answers` hands out one by
+one.  vLLM's own function decides whether the last token ends the answer.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
 computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_commext.nixl.first_token import Sampler, facts_digest
 from vllm_commext.nixl.reasons import FirstToken
-from vllm_commext.nixl.wire.params import is_for_decode, params_of
+from vllm_commext.nixl.wire.params import is_for_decode, params_of, pieces_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,7 +127,7 @@ def _is_loading(scheduler: Any, request: Request) -> bool:
 
 
 def send(core: Any, request: Request, tokens: list[int]) -> None:
-    """Let a request that may begin have generated ``tokens``, and tell its client."""
+    """Let a request that may begin have generated ``tokens``, at least one, and tell its client."""
     scheduler, before = core.scheduler, request.status
     request.append_output_token_ids(tokens)
     has_ended = check_stop(request, scheduler.max_model_len)
@@ -144,26 +144,22 @@ def send(core: Any, request: Request, tokens: list[int]) -> None:
         scheduler.finish_requests(request.request_id, status)
     else:
         _continue_prompt(request)
-    _tell(core, request, tokens, stats)
+    _tell(core, request, pieces_of(params_of(request), tokens), stats)
 
 
 def _refuse(core: Any, request: Request) -> None:
     core.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-    _tell(core, request, [])
+    _tell(core, request, [[]])
 
 
-def _tell(core: Any, request: Request, tokens: list[int], stats: Any = None) -> None:
-    """Send a request's client what vLLM would send after a step."""
-    output = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=tokens,
-        finish_reason=request.get_finished_reason(),
-        stop_reason=request.stop_reason,
-        events=request.take_events(),
-        trace_headers=request.trace_headers,
-        prefill_stats=stats,
-    )
-    outputs = {request.client_index: EngineCoreOutputs(outputs=[output])}
+def _tell(core: Any, request: Request, pieces: list[list[int]], stats: Any = None) -> None:
+    """Send a request's client what vLLM would send after a step for each of the pieces."""
+    told = [EngineCoreOutput(request_id=request.request_id, new_token_ids=one) for one in pieces]
+    first, last = told[0], told[-1]
+    first.events, first.prefill_stats = request.take_events(), stats
+    last.finish_reason, last.stop_reason = request.get_finished_reason(), request.stop_reason
+    last.trace_headers = request.trace_headers
+    outputs = {request.client_index: EngineCoreOutputs(outputs=told)}
     core._attach_weight_version(outputs)
     for pair in outputs.items():
         core.output_queue.put_nowait(pair)

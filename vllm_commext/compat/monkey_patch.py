@@ -64,6 +64,13 @@ _RESET = {
     "test": "tests/contract/test_resets.py",
     "removal": "vLLM tells connectors of new weights and adapters, and before it resets its caches",
 }
+_RESUMED = {
+    "why": "tokens of an answer that began at another engine must reach parsers as they did there, "
+    "and vLLM merges outputs, without a hook",
+    "guard": "the part `nixl first token` fits; only requests with such an answer",
+    "test": "tests/contract/test_resumed_answers.py",
+    "removal": "vLLM lets an engine go on with an answer, or keeps outputs apart",
+}
 _COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
 _MODELS = "vllm.model_executor.models"
@@ -91,6 +98,8 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch("vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache", **_RESET),
     MonkeyPatch("vllm.v1.engine.core:EngineCore.collective_rpc", **_RESET),
     MonkeyPatch("vllm.v1.engine.core:EngineCore.add_lora", **_RESET),
+    MonkeyPatch("vllm.v1.engine.output_processor:OutputProcessor.add_request", **_RESUMED),
+    MonkeyPatch("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", **_RESUMED),
     MonkeyPatch(f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace", **_NORM),
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM", **_NORM),
     MonkeyPatch(f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK", **_NORM),

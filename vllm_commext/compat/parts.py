@@ -18,6 +18,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _PAUSE = "vllm.v1.core.sched.interface:PauseState.UNPAUSED"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _ENGINE = "vllm.v1.engine.core:EngineCoreProc"
+_OUTPUTS = "vllm.v1.engine.output_processor"
 _REQUEST = "vllm.v1.request:Request"
 _STATUS = "vllm.v1.request:RequestStatus"
 _SPECS = "vllm.v1.kv_cache_interface"
@@ -147,6 +148,11 @@ PARTS: tuple[Part, ...] = (
             "vllm.v1.engine:EngineCoreEventType.SCHEDULED",
             f"{_CORE}._attach_weight_version",
             _PAUSE,
+            *_of(f"{_OUTPUTS}:OutputProcessor", "add_request", "process_outputs"),
+            *_of(f"{_OUTPUTS}:RequestOutputCollector", "put", "get", "get_nowait"),
+            *_set("vllm.v1.metrics.stats:IterationStats", "num_generation_tokens"),
+            *_set("vllm.v1.metrics.stats:IterationStats", "inter_token_latencies_iter"),
+            "vllm.v1.engine.async_llm:AsyncLLM.generate",
         ),
         f"{_SELF_TESTS}:first_token",
     ),

@@ -120,7 +120,8 @@ def first_token() -> None:
     first_token.send(core, request, [8, 9])
     client, outputs = core.output_queue.get_nowait()
     _expect("the client", request.client_index, client)
-    _expect("what it gets", [8, 9], outputs.outputs[0].new_token_ids)
+    _expect("what it gets", [[8], [9]], [one.new_token_ids for one in outputs.outputs])
+    _hand_out(outputs.outputs)
     _expect("the prompt", [*PROMPT, 8, 9], request.prompt_token_ids)
     _expect("its tokens", len(PROMPT) + 2, request.num_prompt_tokens)
     _expect("all tokens", [*PROMPT, 8, 9], list(request.all_token_ids))
@@ -128,6 +129,42 @@ def first_token() -> None:
     request = _request(stop_token_ids=[9])
     first_token.send(core, request, [9])
     _expect("requests that end", 1, core.scheduler.finish_requests.call_count)
+
+
+def _hand_out(outputs: list[Any]) -> None:
+    """Two tokens of an answer are handed out one by one, and none counts as generated."""
+    import msgspec
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.metrics.stats import IterationStats
+
+    from vllm_commext.compat import resumed_answers
+
+    sampling = _request(
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": {"answer_token_ids": [8, 9]}},
+    ).sampling_params
+    known = {"request_id": "commext-self-test", "prompt_token_ids": list(PROMPT)}
+    known |= {"sampling_params": sampling, "external_req_id": "one", "arrival_time": 0.0}
+    made: Any = EngineCoreRequest
+    needed = {field.name: None for field in msgspec.structs.fields(made) if field.required}
+    request = made(**{**needed, **known})
+    queue: Any = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+    processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
+    resumed_answers.expect(request, queue)
+    original_of(resumed_answers.ADD)(processor, request, None, None, 0, queue)
+    process = original_of(resumed_answers.PROCESS)
+    resumed_answers.processed(process, processor, outputs, 0.0, stats, None)
+    waiting = queue.get()
+    waiting.send(None)
+    try:
+        waiting.send(None)
+    except StopIteration as taken:
+        _expect("what is handed out", [8], list(taken.value.outputs[0].token_ids))
+    _expect("tokens that count as generated", 0, stats.num_generation_tokens)
+    _expect("times between tokens", [], stats.inter_token_latencies_iter)
 
 
 def _described(spec: Any, cache: Any) -> None:

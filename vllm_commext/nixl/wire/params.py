@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,6 +127,8 @@ OWN_FIELDS = (
 )
 ANSWER = "answer_token_ids"
 """What another decode engine has answered so far, which a router sets: the answer goes on here."""
+PIECES = "answer_pieces"
+"""How many of these tokens each of its events had there, which a router sets."""
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")
@@ -232,6 +235,16 @@ def answer_of(params: Mapping[str, Any] | None, num_tokens: int, most: int | Non
         return []
     is_answer = all(type(token) is int and 0 <= token < num_tokens for token in told)
     return told if is_answer else []
+
+
+def pieces_of(params: Mapping[str, Any] | None, answer: list[int]) -> list[list[int]]:
+    """An answer's tokens in the pieces that the parameters say, or one by one."""
+    told: Any = (params or {}).get(PIECES)
+    is_told = isinstance(told, list) and all(type(size) is int and size > 0 for size in told)
+    if not is_told or sum(told) != len(answer):
+        return [[token] for token in answer]
+    ends = list(accumulate(told))
+    return [answer[end - size : end] for size, end in zip(told, ends, strict=True)]
 
 
 def key_of(params: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,176 @@
+"""Tokens of an answer that began at another engine go through vLLM's parsers as they did there.
+
+vLLM merges outputs of a request that are not taken in time, and all that `first_token` sends at
+once would be one piece. Its tool and reasoning parsers may answer otherwise to other pieces. Here,
+in the API server's process, such outputs are handed out one by one. They are not merged with those
+that follow, and their tokens count as generated where they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from vllm_commext.compat import fits
+from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
+from vllm_commext.nixl.wire.params import ANSWER
+
+PART = "nixl first token"
+ADD = "vllm.v1.engine.output_processor:OutputProcessor.add_request"
+PROCESS = "vllm.v1.engine.output_processor:OutputProcessor.process_outputs"
+
+
+class PieceCollector(RequestOutputCollector):
+    """Hands out the outputs of a resumed answer one by one, and merges later ones as vLLM does.
+
+    num_left: tokens of the answer still to be repeated. is_repeating: outputs that are put are its.
+    """
+
+    def begin(self, answer: list[int]) -> None:
+        self._answer, self.num_left = answer, len(answer)
+        self.is_repeating = False
+        self._outputs: deque[Any] = deque()
+        self._num_apart = 0
+
+    def repeats(self, outputs: list[Any]) -> bool:
+        """True for outputs of `first_token`: of one request, from the answer's beginning on.
+
+        vLLM's own are of a request each.
+        """
+        first, *others = outputs
+        has_begun = self.num_left < len(self._answer)
+        is_whole = first.new_token_ids == self._answer
+        return has_begun or is_whole or any(one.request_id == first.request_id for one in others)
+
+    def put(self, output: Any) -> None:
+        if isinstance(output, Exception):
+            self._outputs.clear()
+        elif len(self._outputs) > self._num_apart:
+            self._outputs[-1].add(output, aggregate=self.aggregate)
+            return
+        self._outputs.append(output)
+        self._num_apart += self.is_repeating
+        self.ready.set()
+
+    async def get(self) -> Any:
+        if self._num_apart:
+            await asyncio.sleep(0)  # a long answer does not keep others from theirs
+        while not self._outputs:
+            await self.ready.wait()
+        return self._taken()
+
+    def get_nowait(self) -> Any:
+        return self._taken() if self._outputs and not self._num_apart else None
+
+    def _taken(self) -> Any:
+        output = self._outputs.popleft()
+        self._num_apart = max(0, self._num_apart - 1)
+        if not self._outputs:
+            self.ready.clear()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+_waiting: WeakValueDictionary[str, PieceCollector] = WeakValueDictionary()
+"""Collectors of requests with an answer, by request, until it is repeated or another one begins."""
+
+
+Process = Callable[..., Any]
+
+
+def install() -> None:
+    """Monkey-patch this process's output processor; a second call changes nothing.
+
+    Raises:
+        UnsupportedError: it is not what it was when this was tested, and does not do the same.
+    """
+    if is_patched(row_of(PROCESS)):
+        return
+    fits.admit(PART)
+    add, process = OutputProcessor.add_request, OutputProcessor.process_outputs
+
+    def add_request(
+        self: Any,
+        request: Any,
+        prompt: Any,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: Any = None,
+    ) -> None:
+        if parent_req is None:
+            expect(request, queue)
+        add(self, request, prompt, parent_req, request_index, queue)
+
+    def process_outputs(
+        self: Any,
+        engine_core_outputs: list[Any],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        weight_version: str | None = None,
+    ) -> Any:
+        args = engine_core_timestamp, iteration_stats, weight_version
+        return processed(process, self, engine_core_outputs, *args)
+
+    patch_all({ADD: add_request, PROCESS: process_outputs})
+
+
+def expect(request: Any, queue: Any) -> None:
+    """Let the queue of a request with an answer keep apart what repeats it."""
+    answer = _answer_of(request)
+    if answer and type(queue) is RequestOutputCollector:
+        collector: Any = queue
+        collector.__class__ = PieceCollector
+        collector.begin(answer)
+        _waiting[request.request_id] = collector
+
+
+def processed(
+    process: Process, processor: Any, outputs: list[Any], timestamp: Any, stats: Any, weights: Any
+) -> Any:
+    """The result of vLLM's own way to process outputs."""
+    queue = _repeating(outputs) if _waiting else None
+    if queue is None:
+        return process(processor, outputs, timestamp, stats, weights)
+    with _not_generated(stats):
+        queue.is_repeating = True
+        result = process(processor, outputs, timestamp, stats, weights)
+        queue.is_repeating = False
+    return result
+
+
+def _answer_of(request: Any) -> list[int]:
+    sampling = request.sampling_params
+    params = (getattr(sampling, "extra_args", None) or {}).get("kv_transfer_params")
+    answer = params.get(ANSWER) if isinstance(params, dict) else None
+    return answer if isinstance(answer, list) else []
+
+
+def _repeating(outputs: list[Any]) -> PieceCollector | None:
+    """The collector of the answer that these outputs repeat, None where they do not."""
+    queue = _waiting.get(outputs[0].request_id) if outputs else None
+    if queue is None:
+        return None
+    is_repeated = queue.repeats(outputs)
+    queue.num_left -= sum(len(one.new_token_ids) for one in outputs)
+    if not is_repeated or queue.num_left <= 0:
+        del _waiting[outputs[0].request_id]
+    return queue if is_repeated else None
+
+
+@contextmanager
+def _not_generated(stats: Any) -> Iterator[None]:
+    """Leave out tokens, and the times between them, that the outputs processed inside add."""
+    if stats is None:
+        yield
+        return
+    num_tokens, num_times = stats.num_generation_tokens, len(stats.inter_token_latencies_iter)
+    yield
+    stats.num_generation_tokens = num_tokens
+    del stats.inter_token_latencies_iter[num_times:]
