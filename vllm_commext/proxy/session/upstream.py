@@ -349,7 +349,8 @@ class Upstream:
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
                 response = await self._post(engine, payload)
                 work.callback(response.close)
-                _bound_socket(response)
+                if payload.is_stream:
+                    _bound_socket(response)
                 first, cutter = await read_opening(
                     *(engine, response, payload.endpoint, payload.streams, payload.edit)
                 )
