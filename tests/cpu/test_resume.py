@@ -90,7 +90,7 @@ MOVED = (
     *("usage", "token ids", "a stop string that does not come", "a seed", "log probabilities"),
     *("a chat", "a chat with token ids", "a chat with tools"),
 )
-ALWAYS = ("usage", "token ids", "a seed", "a chat with token ids")
+ALWAYS = ("token ids", "a seed", "a chat with token ids")
 """What is asked for unless long tests run."""
 
 
