@@ -4,10 +4,12 @@ them, and a paused engine keeps nothing for others and has nothing kept."""
 import inspect
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore
 
@@ -20,6 +22,7 @@ from tests.contract.scheduled_core import (
     request_of,
     turn_until,
 )
+from tests.kit.tiny_lora import write_named
 from vllm_commext.compat import monkey_patch, resets
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.identity import CLOCK_SECONDS
@@ -75,6 +78,46 @@ def test_a_pause_of_a_prefill_engine_ends_whatever_is_kept(
     core.add(request_of("after", PROMPT, TO_PREFILL, max_tokens=1))
     core.run("after")
     turn_until(core, lambda: bool(core.worker.kept))
+
+
+def test_a_connector_among_several_hears_of_new_weights_and_adapters(
+    make_core: MakeCore, tmp_path: Path
+) -> None:
+    core = make_core("kv_producer")
+    own = core.scheduler.connector
+    core.scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), own])
+    engine: Any = SimpleNamespace(
+        scheduler=core.scheduler,
+        model_executor=SimpleNamespace(collective_rpc=lambda *args: [], add_lora=lambda _: True),
+    )
+    lora = LoRARequest("a", 1, str(write_named(tmp_path, "content")))
+    identity = own.scheduler_side.engine.identity
+    EngineCore.add_lora(engine, lora)
+    assert identity.adapters.identity_of(lora) == identity.adapters.identity_of(lora)
+    before = identity.prompt_of(request_of("r", PROMPT)).weights
+    EngineCore.collective_rpc(engine, "update_weights")
+    assert identity.prompt_of(request_of("r", PROMPT)).weights != before
+    core.scheduler.connector = own
+
+
+def test_what_was_begun_before_an_adapter_is_loaded_again_is_not_handed_over(
+    make_core: MakeCore, tmp_path: Path
+) -> None:
+    """Of two prompts the one that another adapter has computed nothing of is."""
+    core = make_core("kv_producer")
+    core.worker.keeps = True
+    lora = LoRARequest("a", 1, str(write_named(tmp_path, "content")), load_inplace=True)
+    for name, adapter in (("with", lora), ("without", None)):
+        request = request_of(name, list(range(40)), TO_PREFILL, max_tokens=1)
+        request.lora_request = adapter
+        core.add(request)
+        core.turn()
+    side = core.scheduler.get_kv_connector().scheduler_side
+    side.begin_adapter(lora)()
+    core.run("with", "without")
+    params = {one.request_id: one.kv_transfer_params for one in core.outputs}
+    assert params["with"] is None
+    assert params["without"] is not None
 
 
 def test_what_ends_while_the_engine_is_being_paused_is_not_kept(make_core: MakeCore) -> None:
@@ -219,7 +262,9 @@ def test_blocks_elsewhere_are_trusted_only_after_a_short_pause(
     [
         *((name, True) for name in ("reload_weights", "update_weights", "finish_weight_update")),
         (lambda worker: None, True),
+        *((name, True) for name in ("apply_model", "reset_weights")),
         *((name, False) for name in ("profile", "update_max_model_len", "add_lora")),
+        *((name, False) for name in ("compute_weight_checksums", "init_weight_transfer_engine")),
     ],
 )
 def test_calls_that_may_change_weights(method: Any, expected: bool) -> None:

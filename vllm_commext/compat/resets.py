@@ -113,7 +113,10 @@ def may_change_weights(method: Any) -> bool:
 
 
 def _pauses_of(scheduler: Any) -> Pauses | None:
-    return getattr(getattr(scheduler, "connector", None), "pauses", None)
+    connector = getattr(scheduler, "connector", None)
+    children = getattr(connector, "_connectors", ())  # of a MultiConnector
+    found = (getattr(one, "pauses", None) for one in (connector, *children))
+    return next((pauses for pauses in found if pauses is not None), None)
 
 
 def _free_loaded(scheduler: Any) -> None:

@@ -51,8 +51,7 @@ DIGEST_SECONDS = 10.0
 """Wait for an adapter's digest after its load.  The workers read the same files meanwhile."""
 MAX_ADAPTERS = 1 << 14
 RELOAD = "reload_weights"
-FIRST_VERSION = "default"
-"""vLLM's label of the weights that an engine starts with."""
+FIRST_VERSION = "default"  # vLLM's label of the weights that an engine starts with
 Stats = tuple[tuple[str, int, int, int], ...]
 
 

@@ -63,8 +63,7 @@ class Pipeline:
         return msgspec.structs.replace(layout, pp_rank=self.index, stages=names), splits
 
 
-ONE_STAGE = Pipeline()
-"""The place of a worker whose engine has no others."""
+ONE_STAGE = Pipeline()  # the place of a worker whose engine has no others
 
 
 def gather_bytes(own: bytes, group: torch.distributed.ProcessGroup) -> list[bytes]:

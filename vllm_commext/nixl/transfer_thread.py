@@ -23,8 +23,7 @@ from vllm_commext.nixl.requests import CompletionQueue, Hold, Load, Release, Wai
 from vllm_commext.nixl.stream.progress import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
 
-BUSY_WAIT_SECONDS = 20e-6
-"""First wait between two looks at reads under way."""
+BUSY_WAIT_SECONDS = 20e-6  # first wait between two looks at reads under way
 WAIT_GROWTH = 1.25
 """From one wait to the next while nothing changes: an end is noticed within a quarter of the time
 that the read took."""

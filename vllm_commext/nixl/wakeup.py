@@ -48,8 +48,7 @@ class Wakeup:
 
 MAX_WAIT_SECONDS = 1.0
 """Where all workers can notify; a look that no notification asks for is for statistics."""
-LOOK_SECONDS = 0.005
-"""Where a worker cannot."""
+LOOK_SECONDS = 0.005  # where a worker cannot
 _CLOSE_SECONDS = 1.0
 _NOTIFICATION = b""
 _MAX_PATH_BYTES = 107

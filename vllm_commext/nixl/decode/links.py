@@ -59,8 +59,7 @@ def run_logged(give_back: Callable[[], None]) -> None:
         _log.warning("give back", f"NIXL failed to release a removed peer's resources: {error}")
 
 
-MAX_KEPT = 256
-"""Agents that nobody uses and that are kept, for workers that may be needed again."""
+MAX_KEPT = 256  # agents that nobody uses and that are kept, for workers that may be needed again
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Links:
         self._local = local
         self._on_removal = on_removal
         self._all: list[Link] = []
-        # A retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
+        # a retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
         # Without users it is kept until it is forgotten: UCX does not close a connection to a
         # process that lives, and one made anew would come on top of it, at both ends.
         self._agents: dict[str, RefCounted] = {}

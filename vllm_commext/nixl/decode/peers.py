@@ -102,10 +102,8 @@ class Peer:
 
 MAX_PEERS = 128
 """Prefill workers that are known at a time; the one that was needed least recently makes room."""
-IDLE_SECONDS = 1800.0
-"""A prefill worker that no request has needed for this long is forgotten."""
-RETIRE_SECONDS = 0.1
-"""Between two looks for peers that are not needed any more."""
+IDLE_SECONDS = 1800.0  # a prefill worker that no request has needed for this long is forgotten
+RETIRE_SECONDS = 0.1  # between two looks for peers that are not needed any more
 BACK_OFF = BackOff(first_seconds=0.1, most_seconds=1.0)
 DRAINING, RETIRED = "draining", "retired"
 """Counted beside the states: peers that have said that they drain, also after their ends, and

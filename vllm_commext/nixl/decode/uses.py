@@ -32,13 +32,10 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.messages import Released, short_id
 
-PARTS_OF_LEASE = 6
-"""Heartbeats within one lease."""
-RETRY_SECONDS = 0.1
-"""Until a peer that is not ready is looked at again."""
+PARTS_OF_LEASE = 6  # heartbeats within one lease
+RETRY_SECONDS = 0.1  # until a peer that is not ready is looked at again
 MAX_IDS = 256
-MAX_IDS_BYTES = 32 * 1024
-"""Request ids in one message: their number, and their bytes."""
+MAX_IDS_BYTES = 32 * 1024  # request ids in one message: their number, and their bytes
 
 
 def interval_of(lease_seconds: float) -> float:

@@ -47,14 +47,10 @@ PAGES = "pages of "
 FULL, WINDOW, STATE = "full", "window", "state"
 """Kinds of groups: attention to all tokens, to the last ones, or a state in place of tokens."""
 
-MAX_COUNT = 1 << 16
-"""Heads, units, runs or kernel blocks a block that a description may have."""
-MAX_BLOCK_TOKENS = 1 << 16
-"""Tokens of a block, but where it holds a state."""
-MAX_STAGES = 1 << 12
-"""Pipeline stages that a description may name."""
-MAX_PARTS = 64
-"""Parts of a state that a description may have."""
+MAX_COUNT = 1 << 16  # heads, units, runs or kernel blocks a block that a description may have
+MAX_BLOCK_TOKENS = 1 << 16  # tokens of a block, but where it holds a state
+MAX_STAGES = 1 << 12  # pipeline stages that a description may name
+MAX_PARTS = 64  # parts of a state that a description may have
 
 
 class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):

@@ -25,12 +25,10 @@ from vllm_commext.nixl.geometry.layout import (
 )
 
 Int64Array = npt.NDArray[np.int64]
-MAX_DESCRIPTORS = (1 << 31) - 1
-"""In the list of one side."""
+MAX_DESCRIPTORS = (1 << 31) - 1  # in the list of one side
 MAX_PLAN_ROWS = 1 << 20
 """Strided rows of one side: a plan of as many takes 42 MB and a fifth of a second."""
-MAX_IDS = 1 << 13
-"""Block ids that become an array in one step."""
+MAX_IDS = 1 << 13  # block ids that become an array in one step
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -29,10 +29,8 @@ from vllm_commext.nixl.transport.posting import in_pieces
 Int64Array = npt.NDArray[np.int64]
 MAX_PIECES = 8192
 """Of a launch: the first one is under way while the next one's addresses are worked out."""
-MAX_RUNS = 16
-"""Of a launch."""
-CHUNK_BYTES = 16 << 10
-"""Of a piece, that one warp copies at a time."""
+MAX_RUNS = 16  # of a launch
+CHUNK_BYTES = 16 << 10  # of a piece, that one warp copies at a time
 MAX_PIECE_BYTES = 1 << 31
 
 
@@ -178,8 +176,7 @@ more of them are not faster."""
 DEPTH = 8
 SCRATCH_BYTES = 1 << 10
 PLACES_BYTES = 16 * MAX_PIECES
-NUM_SLABS = 4
-"""That are there from the start: pinning memory takes a while."""
+NUM_SLABS = 4  # that are there from the start: pinning memory takes a while
 
 
 def macros() -> dict[str, int]:

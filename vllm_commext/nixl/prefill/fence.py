@@ -20,10 +20,8 @@ import numpy.typing as npt
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import FENCES
 
-NUM_SLOTS = 65536
-"""Finished prefills that one engine can hold at a time."""
-NUM_CELLS = 1024
-"""Fences that one worker can read at a time."""
+NUM_SLOTS = 65536  # finished prefills that one engine can hold at a time
+NUM_CELLS = 1024  # fences that one worker can read at a time
 NONCE_BYTES = 8
 KEY_BYTES = 32
 

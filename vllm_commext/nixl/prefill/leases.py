@@ -20,10 +20,8 @@ from vllm_commext.nixl.wire.messages import KeepAlive, Released, decode_notifica
 
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""
-MAX_EARLY_CONSUMERS = 16384
-"""Consumers kept of all of them."""
-MAX_SENDERS = 64
-"""Senders of heartbeats known for one request; further ones are ignored."""
+MAX_EARLY_CONSUMERS = 16384  # consumers kept of all of them
+MAX_SENDERS = 64  # senders of heartbeats known for one request; further ones are ignored
 
 
 @dataclass

@@ -21,21 +21,16 @@ from vllm_commext.nixl.wakeup import Wakeup
 from vllm_commext.nixl.wire import zmtp
 from vllm_commext.nixl.wire.connection import bound_waits
 
-MAX_CONNECTIONS = 4096
-"""In all; less where half of the process's file descriptors are fewer."""
+MAX_CONNECTIONS = 4096  # in all; less where half of the process's file descriptors are fewer
 MAX_BYTES = 6 * 1024 * 1024
 """That all connections hold of messages that are not whole and of answers that are not read."""
 FINISH_SECONDS = 5.0
 """For the first good message, for the rest of a message, and for reading an answer."""
 _SWEEP_SECONDS = 0.25
-_TURN_SECONDS = 0.005
-"""Of answers at a stretch."""
-_PAUSE_SECONDS = 0.002
-"""After so many, for the other threads of the process."""
-_MAX_ACCEPTED = 256
-"""In one turn."""
-_BUFFER_BYTES = 128 * 1024
-"""Of the kernel, for each connection and direction."""
+_TURN_SECONDS = 0.005  # of answers at a stretch
+_PAUSE_SECONDS = 0.002  # after so many, for the other threads of the process
+_MAX_ACCEPTED = 256  # in one turn
+_BUFFER_BYTES = 128 * 1024  # of the kernel, for each connection and direction
 _BACKLOG = 4096
 _CHUNK_BYTES = 16 * 1024
 

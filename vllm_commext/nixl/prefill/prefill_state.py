@@ -93,10 +93,8 @@ class PrefillState:
         return self.stream.row if self.stream is not None and self.slot >= 0 else -1
 
 
-MAX_RELEASES = 1024
-"""Keys that one request may name."""
-MAX_EARLY = 4096
-"""Keys remembered whose prefills have not come in."""
+MAX_RELEASES = 1024  # keys that one request may name
+MAX_EARLY = 4096  # keys remembered whose prefills have not come in
 
 
 def prefill_key_of(params: Mapping[str, Any] | None) -> str:

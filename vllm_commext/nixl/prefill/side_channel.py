@@ -26,12 +26,9 @@ _RETRY_SECONDS = 0.2
 DRAIN_LOOK_SECONDS = 0.5
 MAX_HELD = 1024
 """Questions that wait for something to be known, one a connection; more are answered at once."""
-MAX_HELD_OF_ONE = 256
-"""The same of one address."""
-MAX_HELD_KEYS = 1 << 13
-"""Keys in all of them."""
-_LATE_SECONDS = 0.01
-"""Between two looks for questions that have waited long enough."""
+MAX_HELD_OF_ONE = 256  # the same of one address
+MAX_HELD_KEYS = 1 << 13  # keys in all of them
+_LATE_SECONDS = 0.01  # between two looks for questions that have waited long enough
 
 
 class _Question(NamedTuple):

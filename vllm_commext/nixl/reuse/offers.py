@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
 
 Generations = npt.NDArray[np.uint64]
-MIN_CELLS = 4096
-"""Generations that one worker can read at a time, or those of its longest prompt."""
+MIN_CELLS = 4096  # generations that one worker can read at a time, or those of its longest prompt
 _GENERATION_BYTES = 8
 
 
@@ -81,10 +80,8 @@ def open_generations(offer: Offer) -> Generations:
     return np.frombuffer(memory.map, dtype=np.uint64)
 
 
-MAX_NAMED = 256
-"""Blocks that are named before one step, which takes half a millisecond."""
-MAX_FOUND = 256
-"""Blocks that are looked up at a time."""
+MAX_NAMED = 256  # blocks that are named before one step, which takes half a millisecond
+MAX_FOUND = 256  # blocks that are looked up at a time
 _ROOT = b"commext reuse"
 _BLOCK = b"commext block"
 

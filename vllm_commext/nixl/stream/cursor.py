@@ -36,8 +36,7 @@ from vllm_commext.nixl.wire.description import FENCES, STREAM_HEADERS, STREAM_PI
 FINEST_SECONDS = 1e-3
 """Between two looks at one row, where a chunk is expected within ``FINE`` times as long."""
 FINE = 100
-LONGEST_SECONDS = 0.1
-"""Between any two looks, so that an abort or a preemption is noticed."""
+LONGEST_SECONDS = 0.1  # between any two looks, so that an abort or a preemption is noticed
 EARLY, LATE = 0.9, 1.5
 """Times the expected time: from when to when looks follow each other as fast as they may."""
 FIRST = 12

@@ -22,10 +22,8 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 
-RETRY_SECONDS = 0.005
-"""From a refused chunk to the next look."""
-MAX_RESTARTS = 2
-"""Restarts of one load because its prompt was preempted."""
+RETRY_SECONDS = 0.005  # from a refused chunk to the next look
+MAX_RESTARTS = 2  # restarts of one load because its prompt was preempted
 
 
 class Follower:

@@ -41,27 +41,22 @@ from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES, described
 
-NUM_ROWS = 256
-"""Prompts that one engine can stream at a time, at most."""
+NUM_ROWS = 256  # prompts that one engine can stream at a time, at most
 MIN_ROWS = 16
 MAX_TABLE_BYTES = 64 << 20
 """Limit of block ids in one worker: engines of very long prompts have fewer rows."""
-NUM_CELLS = 64
-"""Looks at rows that one worker can have under way."""
-HEADER_WORDS = 8
-"""Words of 64 bits, the last five unused: a header fills a cache line."""
+NUM_CELLS = 64  # looks at rows that one worker can have under way
+HEADER_WORDS = 8  # words of 64 bits, the last five unused: a header fills a cache line
 HEADER_BYTES = 24
 PIECE_IDS = 64
 PIECE_BYTES = 8 * PIECE_IDS
-MAX_PIECES = 64
-"""Read at one look; the rest comes with the next one."""
+MAX_PIECES = 64  # read at one look; the rest comes with the next one
 Ids = npt.NDArray[np.uint32]
 Entries = npt.NDArray[np.uint64]
 
 _TOKEN_BITS = 32
 _HALF = (1 << _TOKEN_BITS) - 1
-WHOLE = 1 << 31
-"""In a mark: what other groups than those by position need is there, too."""
+WHOLE = 1 << 31  # in a mark: what other groups than those by position need is there, too
 _TOKENS = WHOLE - 1
 
 
@@ -144,8 +139,7 @@ def next_chunk(done: int, ready: int, num_tokens: int, step: int) -> int:
     return max(done, ready // step * step)
 
 
-ENDED = 0
-"""In the nonce's place: the request's blocks are free, or going to be."""
+ENDED = 0  # in the nonce's place: the request's blocks are free, or going to be
 
 
 @dataclass(frozen=True)

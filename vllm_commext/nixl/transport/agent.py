@@ -118,8 +118,7 @@ def parse_transports(lanes: str) -> tuple[str, ...]:
 
 
 STRIDED_SINCE = (1, 5)
-MAX_EXPANDED = 1 << 26
-"""Descriptors in a list where each takes a row: 1.5 GiB of them."""
+MAX_EXPANDED = 1 << 26  # descriptors in a list where each takes a row: 1.5 GiB of them
 ucx_log = UcxLog()
 DONE = "DONE"
 IN_PROGRESS = "PROC"

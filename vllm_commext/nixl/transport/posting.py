@@ -16,8 +16,7 @@ from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 
-PAUSE_SECONDS = 20e-6
-"""Long enough that a waiting thread has woken up and taken the lock."""
+PAUSE_SECONDS = 20e-6  # long enough that a waiting thread has woken up and taken the lock
 
 
 def pause() -> None:
@@ -32,8 +31,7 @@ def in_pieces(count: int, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, count))
 
 
-MAX_DESCRIPTORS = 4096
-"""In one piece of a read."""
+MAX_DESCRIPTORS = 4096  # in one piece of a read
 
 
 def pieces_of_read(

@@ -17,12 +17,9 @@ from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent
 PIECE_BYTES = 1 << 20
 PROBE_BYTES = (1 << 21, 1 << 26)
 """A short read first; the long one only where the short one says that it will not take long."""
-NUM_READS = 3
-"""The first one maps memory; the fastest counts."""
-MAX_SECONDS = 0.05
-"""No read is begun that is expected to take longer."""
-END_SECONDS = 0.5
-"""A read that has not ended by then is given up."""
+NUM_READS = 3  # the first one maps memory; the fastest counts
+MAX_SECONDS = 0.05  # no read is begun that is expected to take longer
+END_SECONDS = 0.5  # a read that has not ended by then is given up
 SLOW_BYTES_PER_SECOND = 10e9
 """Below this, memory of a GPU is not read over NVLink, PCIe peer access or RDMA."""
 

@@ -22,12 +22,9 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import SideChannelAddress, SideChannelSocket, endpoint
 from vllm_commext.nixl.wire.seal import FrameSigner, OtherAnswerError
 
-CHECK_SECONDS = 0.1
-"""Between two looks whether connections over which nothing is asked have closed."""
-LOOK_SECONDS = 0.01
-"""Between two looks at a connection that is being made."""
-MAX_FRAMES = 4
-"""Taken of one engine at a time, so that none that floods holds up the others."""
+CHECK_SECONDS = 0.1  # between two looks whether connections over which nothing is asked have closed
+LOOK_SECONDS = 0.01  # between two looks at a connection that is being made
+MAX_FRAMES = 4  # taken of one engine at a time, so that none that floods holds up the others
 _CLOSE_SECONDS = 1.0
 _ANSWERS = {
     wire.DescribeRequest: wire.Described,

@@ -16,18 +16,15 @@ from typing import Any
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.wire import zmtp
 
-SideChannelAddress = tuple[str, int]
-"""Host and port."""
+SideChannelAddress = tuple[str, int]  # host and port
 CONNECT_SECONDS = 2.0
 """A connection that is not made by then, its address looked up included, counts as refused."""
-UNACKNOWLEDGED_MS = 5000
-"""A connection on which sent bytes are not acknowledged by then is closed."""
+UNACKNOWLEDGED_MS = 5000  # a connection on which sent bytes are not acknowledged by then is closed
 KEEPALIVE_SECONDS = (5, 2, 3)
 """TCP keepalive: seconds before the first probe, seconds between two, and how many."""
 MAX_UNFINISHED_BYTES = 16 * 1024 * 1024
 """Of answers that are not whole, over all connections of this process."""
-MAX_LOOKUPS = 16
-"""Names that this process looks up at a time."""
+MAX_LOOKUPS = 16  # names that this process looks up at a time
 _CHUNK_BYTES = 64 * 1024
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 

@@ -15,11 +15,9 @@ from vllm_commext.nixl.wire.messages import MAX_REPLY_BYTES, Described, decode
 
 MAX_DEVICES = 4096
 MAX_ROWS = 4096
-MAX_PIECES = 1 << 18
-"""Of a progress table: rows, and pieces of block ids in each."""
+MAX_PIECES = 1 << 18  # of a progress table: rows, and pieces of block ids in each
 MAX_MAPPED_REGIONS = 4096
-HANDLE_BYTES = 64
-"""Of a handle of CUDA's."""
+HANDLE_BYTES = 64  # of a handle of CUDA's
 MAX_ADDRESS = 1 << 62
 MAX_TOKEN_BYTES = 1024
 
@@ -136,8 +134,7 @@ _FIELDS = {
 }
 """Address and number of records; of pieces, that in each row."""
 
-Places = Mapping[str, tuple[int, int]]
-"""Address and number of records by the table's name."""
+Places = Mapping[str, tuple[int, int]]  # address and number of records by the table's name
 
 
 def described(tables: Places) -> dict[str, int]:

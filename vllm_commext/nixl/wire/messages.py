@@ -16,12 +16,10 @@ PROTOCOL_VERSION = 4
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 MAX_WAIT_SECONDS = 1.0
-MAX_KEYS = 64
-"""Streams in one question."""
+MAX_KEYS = 64  # streams in one question
 KEY_DIGITS = 32
 HASH_BYTES = 32
-MAX_HASHES = 1 << 15
-"""Blocks in one question: half a million tokens in blocks of 16."""
+MAX_HASHES = 1 << 15  # blocks in one question: half a million tokens in blocks of 16
 MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
 """Of a request to an engine that has blocks on offer."""
 
@@ -197,10 +195,8 @@ def checked(frame: _AnyFrame) -> _AnyFrame:
 
 
 MAX_NOTIFICATION_BYTES = 64 * 1024
-MAX_ID_CHARACTERS = 128
-"""Of a request or consumer, see `short_id`."""
-MAX_CONSUMERS = 1024
-"""Of one request."""
+MAX_ID_CHARACTERS = 128  # of a request or consumer, see `short_id`
+MAX_CONSUMERS = 1024  # of one request
 
 
 class Released(Frame, tag="released", frozen=True):

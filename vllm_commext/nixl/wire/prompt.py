@@ -26,8 +26,7 @@ PARTS = {
     "weights": "weights, which were changed since the start of an engine",
 }
 """Every part of a prompt, and what messages call it."""
-COMPUTED_BY = frozenset({"lora", "weights"})
-"""Parts of the engine that computes it."""
+COMPUTED_BY = frozenset({"lora", "weights"})  # parts of the engine that computes it
 DIGEST_DIGITS = 64
 
 

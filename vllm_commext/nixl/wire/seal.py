@@ -33,12 +33,9 @@ SECRET_VARIABLE = "COMMEXT_NIXL_SECRET"
 logs and caches."""
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
-WINDOW_SECONDS = 60.0
-"""How far the clocks of two hosts may be apart, the way between them included."""
-MAX_ASKERS = 1 << 16
-"""Whose numbers a verifier remembers; an asker is a process that asks."""
-MAX_NEW_ASKERS = 1 << 12
-"""From one address within twice the window."""
+WINDOW_SECONDS = 60.0  # how far the clocks of two hosts may be apart, the way between them included
+MAX_ASKERS = 1 << 16  # whose numbers a verifier remembers; an asker is a process that asks
+MAX_NEW_ASKERS = 1 << 12  # from one address within twice the window
 NONCE_BYTES = 16
 _ASKER_BYTES = 8
 REORDERED = 1024

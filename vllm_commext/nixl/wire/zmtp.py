@@ -12,8 +12,7 @@ import struct
 
 from vllm_commext.errors import ProtocolError
 
-ROUTER, DEALER = "ROUTER", "DEALER"
-"""The answering and the asking end."""
+ROUTER, DEALER = "ROUTER", "DEALER"  # the answering and the asking end
 _PEERS = {ROUTER: (b"DEALER", b"REQ"), DEALER: (b"ROUTER",)}
 GREETING_BYTES = 64
 MAX_COMMAND_BYTES = 512
