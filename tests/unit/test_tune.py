@@ -19,7 +19,6 @@ from vllm_commext.allreduce.table.machine import Machine
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.cli import checks as table
 from vllm_commext.cli import main, tune
-from vllm_commext.cli.tune import RankOptions
 from vllm_commext.compat import tp_group
 
 MIB = 1 << 20
@@ -50,23 +49,11 @@ def test_the_curves_are_low_where_a_backend_is_fast() -> None:
     assert tune.as_curves({}) == ""
 
 
-def test_progress_grows() -> None:
-    assert tune.progress_bar(0, 4, 4) == "[    ] 0/4"
-    assert tune.progress_bar(3, 4, 4) == "[### ] 3/4"
-    assert tune.progress_bar(4, 4, 4) == "[####] 4/4"
-
-
 def test_every_beginning_of_the_sizes_is_spread() -> None:
     spread = measure.spread(measure.SIZES)
     assert sorted(spread) == sorted(measure.SIZES)
     assert spread[:3] == [64 * MIB, 2048, 2048 << 8]
     assert measure.spread([8]) == [8]
-
-
-def test_without_a_table_the_default_is_named() -> None:
-    assert list(tables.describe(None)) == [
-        "no table for this machine; vLLM's default dispatch serves"
-    ]
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
@@ -91,11 +78,6 @@ def test_without_peer_access_there_is_nothing_to_tune(
 def test_numbers_must_be_whole_and_positive(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
         tune._number(text)
-
-
-def test_what_a_rank_is_told_survives_the_way() -> None:
-    options = RankOptions(1, 2, 5000, (8, 16), ("float16",), 64, 3, 9.5, False)
-    assert msgspec.json.decode(msgspec.json.encode(options), type=RankOptions) == options
 
 
 def test_ranks_that_fail_are_told_of(

@@ -266,13 +266,6 @@ class TestBuiltin:
             assert table.fused_ranking(size, "bfloat16")[0] == limits.FUSED_PUSH
         assert table.fused_ranking(8 * MIB, "bfloat16")[1:] == (limits.UNFUSED,)
 
-    def test_in_place_our_kernel_comes_first_at_every_size_on_h100s(self) -> None:
-        table = cache.builtin_table("NVIDIA H100 80GB HBM3", 2)
-        assert table is not None
-        assert {row.ranking[0] for row in table.rows["bfloat16"]} == {limits.PUSH}
-        assert table.ranking(64 * MIB, "bfloat16") == (limits.PUSH, limits.NCCL)
-        assert table.ranking(64 * MIB + 1, "bfloat16") == ()
-
     @pytest.mark.parametrize(("world_size", "last_small"), [(2, MIB), (4, MIB // 8)])
     def test_flashinfer_serves_small_messages_and_our_kernel_the_others(
         self, world_size: int, last_small: int
