@@ -228,7 +228,8 @@ class _Load:
         self._num_sent += 1
         events, sample = Events(), self._blank(place)
         try:
-            async with self._post(session, place) as response:
+            headers, body = {"Content-Type": "application/json"}, self._bodies[place]
+            async with session.post(self._url, data=body, headers=headers) as response:
                 placement = response.headers.get(PLACEMENT_HEADER, "")
                 sample = replace(sample, placement=placement[:ERROR_CHARACTERS])
                 error = await _read(response, events)
@@ -241,10 +242,6 @@ class _Load:
                 sample, first=events.first - due, last=events.last - due, gap=events.gap
             )
         self._ended[place] = replace(sample, error=error)
-
-    def _post(self, session: aiohttp.ClientSession, place: int) -> Any:
-        headers = {"Content-Type": "application/json"}
-        return session.post(self._url, data=self._bodies[place], headers=headers)
 
 
 async def _read(response: aiohttp.ClientResponse, events: Events) -> str:

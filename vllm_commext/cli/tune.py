@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from vllm_commext.cli import above_zero
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
 
 BARS = "▁▂▃▄▅▆▇█"
+BAR_WIDTH = 30  # letters
 ABSENT = "-"
 Times = Mapping[int, Mapping[str, float]]
 
@@ -55,14 +56,6 @@ def as_table(times: Times) -> str:
     return "\n".join(lines)
 
 
-def slowdowns(times: Times, name: str) -> list[float | None]:
-    """The backend's time over the best at each size, in rising order; None where it has none."""
-    return [
-        times[size][name] / min(times[size].values()) if name in times[size] else None
-        for size in sorted(times)
-    ]
-
-
 def as_curves(times: Times) -> str:
     """A line a backend: how far it is from the best, from small sizes to large.
 
@@ -72,24 +65,18 @@ def as_curves(times: Times) -> str:
     if not names:
         return ""
     width = max(map(len, names))
-    lines = [f"{name:<{width}} {_bars(slowdowns(times, name))}" for name in names]
+    lines = [f"{name:<{width}} {_bars(times, name)}" for name in names]
     sizes = sorted(times)
     span = f"{size_text(sizes[0])} .. {size_text(sizes[-1])}"
     return "\n".join([*lines, f"{'':<{width}} {span}; low is fast, full height is 2x the best"])
 
 
-def _bars(values: Sequence[float | None]) -> str:
-    steps = len(BARS) - 1
-    return "".join(
-        " " if value is None else BARS[min(int((value - 1) * steps + 0.5), steps)]
-        for value in values
-    )
-
-
-def progress_bar(done: int, total: int, columns_wide: int = 30) -> str:
-    """``[####      ] 4/10``."""
-    filled = columns_wide * done // max(total, 1)
-    return f"[{'#' * filled:<{columns_wide}}] {done}/{total}"
+def _bars(times: Times, name: str) -> str:
+    steps, bars = len(BARS) - 1, ""
+    for _, of in sorted(times.items()):
+        more = of[name] / min(of.values()) - 1 if name in of else None
+        bars += " " if more is None else BARS[min(int(more * steps + 0.5), steps)]
+    return bars
 
 
 HELP = "benchmark all-reduce backends on this machine; vLLM uses the result at its next start"
@@ -154,26 +141,22 @@ def _start(args: argparse.Namespace, log: Path) -> list[subprocess.Popen[str]]:
     return processes
 
 
-def _messages(first: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
-    assert first.stdout is not None
-    for line in first.stdout:
-        if line.startswith(PREFIX):
-            yield json.loads(line.removeprefix(PREFIX))
-
-
-def _stop(processes: "list[subprocess.Popen[str]]") -> None:
+def _stop(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         process.kill()
         process.wait(30)
 
 
 def _follow(
-    processes: "list[subprocess.Popen[str]]", total: int
+    processes: list[subprocess.Popen[str]], total: int
 ) -> tuple[dict[str, dict[int, dict[str, float]]], dict[str, Any] | None]:
     """Show the progress; returns the times by dtype and size, and rank 0's last message."""
     times: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     done = 0
-    for message in _messages(processes[0]):
+    for line in processes[0].stdout or ():
+        if not line.startswith(PREFIX):
+            continue
+        message = json.loads(line.removeprefix(PREFIX))
         if message["kind"] == "backends":
             print(f"backends on all ranks: {', '.join(message['names'])}", flush=True)
         elif message["kind"] == "size":
@@ -181,7 +164,7 @@ def _follow(
             found = {name: float(value) for name, value in message["times"].items()}
             times[message["dtype"]][message["size"]] = found
             best = min(found, key=found.__getitem__, default="none")
-            bar = progress_bar(done, total)
+            bar = f"[{'#' * (BAR_WIDTH * done // total):<{BAR_WIDTH}}] {done}/{total}"
             print(f"{bar} {message['dtype']} {size_text(message['size'])}: {best}", flush=True)
         else:
             return times, message

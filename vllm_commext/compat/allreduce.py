@@ -85,10 +85,6 @@ def is_by_itself() -> bool:
     return settings["allreduce"] == AUTO and settings["allreduce_backend"] == AUTO
 
 
-def _usable(part: Any) -> Any:
-    return part if part is not None and not part.disabled else None
-
-
 def _serve_fused_op(
     communicator: Any, made: "Dispatcher", required: "Requirements", steps: "Collective"
 ) -> None:
@@ -150,23 +146,18 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
     name = communicator.unique_name or "unnamed"
     try:
-        _attach_or_say(communicator, name, tcp_store_group)
+        if reason := why_not(communicator, tcp_store_group, is_by_itself()):
+            logger.debug("commext: allreduce: not for group %s: %s", name, reason)
+            return
+        try:
+            _attach(communicator, name)
+        except fits.DIFFERENCES as error:
+            level = logging.INFO if is_by_itself() else logging.WARNING
+            line = "commext: allreduce: vLLM's default dispatch serves group %s: %s"
+            logger.log(level, line, name, error)
     finally:
         if name.startswith("tp:") and is_by_itself() and not _served:
             _restore()
-
-
-def _attach_or_say(communicator: Any, name: str, tcp_store_group: Any) -> None:
-    if reason := why_not(communicator, tcp_store_group, is_by_itself()):
-        logger.debug("commext: allreduce: not for group %s: %s", name, reason)
-        return
-    try:
-        _attach(communicator, name)
-    except fits.DIFFERENCES as error:
-        level = logging.INFO if is_by_itself() else logging.WARNING
-        logger.log(
-            level, "commext: allreduce: vLLM's default dispatch serves group %s: %s", name, error
-        )
 
 
 def _attach(communicator: Any, name: str) -> None:
@@ -176,11 +167,12 @@ def _attach(communicator: Any, name: str) -> None:
     from vllm_commext.collective import Collective
 
     facts = group_facts.agreed(communicator.cpu_group, communicator.device)
+    custom = communicator.ca_comm
     parts = Parts(
         communicator.cpu_group,
         communicator.device_group,
         communicator.device,
-        _usable(communicator.ca_comm),
+        None if custom is None or custom.disabled else custom,
         communicator.pynccl_comm,
     )
     required = _requirements(facts)

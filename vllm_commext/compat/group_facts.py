@@ -81,22 +81,17 @@ def read(config: Any, device: "torch.device") -> Facts:
         settings=_settings(),
     )
     model = getattr(config, "model_config", None)
-    return facts if model is None else _with_model(facts, config, model)
-
-
-def _with_model(facts: Facts, config: Any, model: Any) -> Facts:
+    if model is None:
+        return facts
+    has_graphs = getattr(config.compilation_config.cudagraph_mode, "name", "") != "NONE"
     dtype = str(model.dtype).removeprefix("torch.")
     return replace(
         facts,
         dtype=dtype if dtype in DTYPES else facts.dtype,
         hidden=model.get_hidden_size(),
         max_tokens=int(config.scheduler_config.max_num_batched_tokens),
-        eager=bool(model.enforce_eager) or _runs_without_graphs(config.compilation_config),
+        eager=bool(model.enforce_eager) or not has_graphs,
     )
-
-
-def _runs_without_graphs(compilation: Any) -> bool:
-    return getattr(compilation.cudagraph_mode, "name", "") == "NONE"
 
 
 def agreed(group: "ProcessGroup", device: "torch.device") -> Facts:
@@ -107,21 +102,17 @@ def agreed(group: "ProcessGroup", device: "torch.device") -> Facts:
     """
     found = next((found for known, found in _agreed if known is group), None)
     if found is None:
-        found = _ask(group, device)
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        try:
+            found = agree_about(lambda: read(config, device), Collective.over(group))
+        except UnsupportedError as error:
+            found = error
         _agreed.append((group, found))
     if isinstance(found, UnsupportedError):
         raise found
     return found
-
-
-def _ask(group: "ProcessGroup", device: "torch.device") -> "Facts | UnsupportedError":
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    try:
-        return agree_about(lambda: read(config, device), Collective.over(group))
-    except UnsupportedError as error:
-        return error
 
 
 def forget(group: "ProcessGroup") -> None:

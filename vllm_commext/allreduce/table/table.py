@@ -124,19 +124,19 @@ def crossover(low: int, high: int, incumbent: Sequence[float], rival: Sequence[f
     return min(max(int(2**exponent), low), high - 1)
 
 
-def _ranked(times: Times, incumbent: str | None, min_gain: float) -> tuple[str, ...]:
+def _ranked(times: Times, incumbent: str | None) -> tuple[str, ...]:
     ranked = sorted(times, key=lambda name: (times[name], name))
     if (
         incumbent is not None
         and incumbent in times
-        and times[incumbent] <= times[ranked[0]] * (1 + min_gain)
+        and times[incumbent] <= times[ranked[0]] * (1 + MIN_GAIN)
     ):
         ranked.remove(incumbent)
         ranked.insert(0, incumbent)
     return tuple(ranked)
 
 
-def build_rows(times: Mapping[int, Times], min_gain: float = MIN_GAIN) -> tuple[Row, ...]:
+def build_rows(times: Mapping[int, Times]) -> tuple[Row, ...]:
     """A row for each run of sizes with one ranking; a change falls where the two lines cross.
 
     *times*: by size in bytes, the microseconds of each backend that could take it.
@@ -144,7 +144,7 @@ def build_rows(times: Mapping[int, Times], min_gain: float = MIN_GAIN) -> tuple[
     rows: list[Row] = []
     before: tuple[int, tuple[str, ...]] | None = None
     for size in sorted(size for size in times if times[size]):
-        ranking = _ranked(times[size], before[1][0] if before else None, min_gain)
+        ranking = _ranked(times[size], before[1][0] if before else None)
         if before is not None and ranking != before[1]:
             rows.append(Row(_boundary(before, (size, ranking), times), before[1]))
         before = (size, ranking)
