@@ -203,7 +203,12 @@ class _Load:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=CANCEL_SECONDS)
-        return Played([self._sample(place) for place in range(len(self._arrivals))], self._late)
+        late = f"not ended within {self._wait_seconds:g} s of the last request's time"
+        samples = [
+            self._ended.get(place) or replace(self._blank(place), error=late)
+            for place in range(len(self._arrivals))
+        ]
+        return Played(samples, self._late)
 
     async def watch(self, progress: Callable[[str], None]) -> None:
         while True:
@@ -213,10 +218,6 @@ class _Load:
                 f"{time.perf_counter() - self._begin:.0f} s: {self._num_sent} of "
                 f"{len(self._arrivals)} sent, {len(self._ended)} ended, {num_failed} failed"
             )
-
-    def _sample(self, place: int) -> Sample:
-        late = f"not ended within {self._wait_seconds:g} s of the last request's time"
-        return self._ended.get(place) or replace(self._blank(place), error=late)
 
     def _blank(self, place: int) -> Sample:
         one = self._arrivals[place]

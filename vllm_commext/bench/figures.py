@@ -141,7 +141,8 @@ def verdict(names: tuple[str, str], found: Comparison) -> str:
 
 def _verdict(names: tuple[str, str], found: Comparison) -> str:
     first, second = names
-    noise = "" if found.noise is None else f" (noise {_percent(found.noise)})"
+    share = "without bound" if found.noise == math.inf else f"{100 * (found.noise or 0):.0f} %"
+    noise = "" if found.noise is None else f" (noise {share})"
     if 2 * max(found.failed) > found.total:
         return "nothing can be said: most requests failed"
     if not any(found.good):
@@ -161,7 +162,3 @@ def _verdict(names: tuple[str, str], found: Comparison) -> str:
     if not found.differs:
         return f"no difference beyond noise: {said}"
     return f"{said}: {'worth it' if found.ratio > 1 else 'not worth it'}"
-
-
-def _percent(share: float) -> str:
-    return "without bound" if math.isinf(share) else f"{100 * share:.0f} %"

@@ -282,10 +282,6 @@ def _python() -> Found:
     return Found(f"{platform.python_version()} in {sys.prefix}, {platform.platform()}")
 
 
-def _processors() -> Found:
-    return Found(f"{len(os.sched_getaffinity(0))} usable", Level.INFO)
-
-
 TABLE: tuple[Row, ...] = (
     Row("package", "vllm_commext", lambda: Found(f"{__version__} in {PACKAGE_FOLDER}")),
     Row("package", "python", _python),
@@ -320,7 +316,9 @@ TABLE: tuple[Row, ...] = (
         *("machine", str(SHM), shared_memory),
         "give the container more, for example --shm-size=1g or --ipc=host",
     ),
-    Row("machine", "processors", _processors),
+    Row(
+        "machine", "processors", lambda: Found(f"{len(os.sched_getaffinity(0))} usable", Level.INFO)
+    ),
     Row(
         *("machine", "side channel", side_channel_port),
         f"set {HOST_VARIABLE} and {PORT_VARIABLE}, or side_channel_port in the extra config",

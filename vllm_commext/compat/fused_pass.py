@@ -74,7 +74,7 @@ def _ops() -> fused_graph.Ops:
         ir_ops.rms_norm.torch_op,
         ir_ops.fused_add_rms_norm.torch_op,
         torch.ops.vllm_commext.all_reduce_add_rms_norm.default,
-        tuple(getattr(torch.ops._C, name).default for name in QUANTISERS if _is_op(name)),
+        tuple(op.default for name in QUANTISERS if (op := getattr(torch.ops._C, name, None))),
         torch.ops.vllm_commext.quantised.default,
     )
 
@@ -121,10 +121,6 @@ def _quantisers(ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> Any:
         return None
 
 
-def _is_op(name: str) -> bool:
-    return hasattr(torch.ops._C, name)
-
-
 def _serves(tokens: Any, group: str, shape: FusedShape) -> bool:
     norm = fused_op.find_group(group)
     row = shape.hidden * ITEM_BYTES[shape.dtype]
@@ -160,17 +156,15 @@ def _configure(original: Callable[..., None]) -> Callable[..., None]:
         if not fused_op.served_groups():
             return
         try:
+            model = config.model_config
+            dtype = model.dtype if model else torch.get_default_dtype()
             with set_current_vllm_config(config, check_compile=False):
-                made = FusedNormPass(_dtype(config), config.device_config.device)
+                made = FusedNormPass(dtype, config.device_config.device)
             self.passes.insert(place(self.passes), made)
         except fits.DIFFERENCES as error:
             logger.warning("commext: allreduce: vLLM's own fusion of norms remains: %r", error)
 
     return configure
-
-
-def _dtype(config: Any) -> torch.dtype:
-    return config.model_config.dtype if config.model_config else torch.get_default_dtype()
 
 
 def split_ranges(config: Any, most_bytes: Sequence[int], row_bytes: int) -> None:

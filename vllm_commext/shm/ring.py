@@ -244,12 +244,9 @@ class RingReader(RingEnd):
                 f"cannot attach reader {rank} to {address.name}: {error}"
             ) from error
         reader = cls(core, address)
-        reader._unlink_if_last()
+        if all(peer.state in (ATTACHED, SHUT_DOWN) for peer in reader.peers()):
+            unlink_segment(address.name)
         return reader
-
-    def _unlink_if_last(self) -> None:
-        if all(peer.state in (ATTACHED, SHUT_DOWN) for peer in self.peers()):
-            unlink_segment(self.address.name)
 
     def read(self, timeout: float | None = None) -> "bytes | list[bytes | bytearray]":
         """Return the next record: `bytes` if it has one part, else a list with `bytes` for each

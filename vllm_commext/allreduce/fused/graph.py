@@ -115,8 +115,10 @@ def _match(graph: fx.Graph, ops: Ops, node: fx.Node, serves: Serves) -> _Match |
         return None
     if not _calls(summed, ops.all_reduce) or any(other is not None for other in others):
         return None
-    if residual is not None and not _are_outputs_taken_apart(summed, node):
-        return None
+    if residual is not None:  # the norm alone may use the sum, and its outputs go one by one
+        apart = all(_calls(user, operator.getitem) for user in node.users)
+        if len(summed.users) != 1 or not apart:
+            return None
     if any(_is_quantised(ops, out) for out in ([node] if residual is None else node.users)):
         return None
     x, group = _arguments(summed)[:2]
@@ -129,11 +131,6 @@ def _match(graph: fx.Graph, ops: Ops, node: fx.Node, serves: Serves) -> _Match |
         return None
     arguments = (x, residual, weight, eps, group)
     return _Match(summed, node, after, arguments, weight_bias, residual is not None)
-
-
-def _are_outputs_taken_apart(summed: fx.Node, norm: fx.Node) -> bool:
-    """Return whether the norm alone uses the sum, and its outputs are only taken one by one."""
-    return len(summed.users) == 1 and all(_calls(user, operator.getitem) for user in norm.users)
 
 
 def _is_quantised(ops: Ops, out: fx.Node) -> bool:
