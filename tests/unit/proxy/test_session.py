@@ -16,10 +16,11 @@ from tests.unit.proxy.test_resume import CHAT, ROOM_BYTES
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import ClientGoneError, Outcome, ProxyError
-from vllm_commext.proxy.session import session
+from vllm_commext.proxy.session import session, steps
+from vllm_commext.proxy.session.phase import MOVES, Life, Phase
 from vllm_commext.proxy.session.relay import Ended, Left, Lost
 from vllm_commext.proxy.session.resume import Room
-from vllm_commext.proxy.session.session import MOVES, Phase, Session
+from vllm_commext.proxy.session.session import Session
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "requests.md"
 SECTION = DOCS.read_text().split("## In the proxy")[1]
@@ -86,8 +87,6 @@ class StoryAttempt:
 
     def note_opened(self, opened: Any) -> None: ...
 
-    def note_end(self, *_: Any) -> None: ...
-
     def release(self) -> None: ...
 
     def blame(self, failure: ProxyError) -> None: ...
@@ -133,7 +132,7 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
     intake: Any = SimpleNamespace(body=body, num_bytes=9, release=lambda: None)
     monkeypatch.setattr(session, "Relay", lambda *_: StoryRelay(story))
     monkeypatch.setattr(session, "response_to", lambda *_: None)
-    monkeypatch.setattr(session, "Attempt", lambda *_, route: StoryAttempt(story))
+    monkeypatch.setattr(steps, "Attempt", lambda *_, route: StoryAttempt(story))
     return Session(service, request, intake, {}, Outcome("r"))
 
 
@@ -144,16 +143,16 @@ async def serve(seed: int) -> None:
     story, taken = Story(seed), []
     with pytest.MonkeyPatch.context() as monkeypatch:
         one = begun(story, monkeypatch)
-        move, asked = one.enter, SimpleNamespace(path=CHAT, headers={})
+        enter, asked = Life.enter, SimpleNamespace(path=CHAT, headers={})
 
-        def moving(phase: Phase) -> None:
-            taken.append((one.phase.value, phase.value))
-            move(phase)
+        def entering(life: Life, phase: Phase) -> None:
+            taken.append((life.phase.value, phase.value))
+            enter(life, phase)
 
-        monkeypatch.setattr(one, "enter", moving)
+        monkeypatch.setattr(Life, "enter", entering)
         with suppress(ProxyError, ClientGoneError):
             await one.serve(asked, SimpleNamespace(release=lambda: None))  # type: ignore
-    assert one.phase is Phase.DONE
+    assert one.life.phase is Phase.DONE
     assert set(taken) <= WAYS
     assert [new for _, new in taken[:-1]] == [old for old, _ in taken[1:]]
     assert story.num_closed >= story.num_opened, "each engine is let go"

@@ -21,22 +21,22 @@ from vllm_commext.proxy.outcome import (
     STREAMED,
     TWO_STEP,
     Losses,
+    Outcome,
     ProxyError,
     Route,
     no_answer,
 )
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session import streams, two_step
+from vllm_commext.proxy.session.phase import Life, Phase
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.resume import MAX_MOVES, Resume, Room, refusal
+from vllm_commext.proxy.session.resume import MAX_MOVES, MAX_RESUMES, Resume, Room, refusal
 from vllm_commext.proxy.session.streams import Stream
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
 from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
-
-NO_CHANGES: Mapping[str, Any] = {}
 
 
 class Service:
@@ -204,7 +204,7 @@ class Attempt:
         self.route.path = LOCAL_PREFILL
         return None
 
-    async def decode(self, changes: Mapping[str, Any] = NO_CHANGES) -> Opened:
+    async def decode(self, changes: Mapping[str, Any]) -> Opened:
         """A decode engine's answer. *changes*: of the body."""
         prefilled, body, tries = self._prefilled, {**self._asked.body, **changes}, self._tries
         if prefilled is not None and prefilled.kv_transfer_params is not None:
@@ -225,21 +225,6 @@ class Attempt:
         seconds = self.hand_over(opened)
         if seconds is not None and opened.cutter is not None:
             service.planner.shared.handover.add(seconds)
-
-    def note_end(self, opened: Opened, first_token_seconds: float | None) -> None:
-        """Note how a whole answer came, and how it was expected to come."""
-        answer, expected = opened.answer, self.plan.expected if self.plan is not None else None
-        if answer is None:
-            return
-        answer.end(time.monotonic())
-        is_timed = answer.tokens > 1 and not self._tries.num_resumed
-        if expected is not None and first_token_seconds is not None and is_timed:
-            metrics = self._service.metrics
-            first, each = metrics.expected_first_token, metrics.expected_per_token
-            first.labels("expected").observe(expected.first_token)
-            first.labels("real").observe(first_token_seconds)
-            each.labels("expected").observe(expected.per_token)
-            each.labels("real").observe(answer.per_token)
 
     def hand_over(self, opened: Opened) -> float | None:
         """Give the prefill's KV cache to the engine that answers; the seconds that passed since it
@@ -356,3 +341,108 @@ class Attempt:
                 )
         self._service.metrics.local_prefills.labels(reason).inc()
         return None
+
+
+@dataclass(eq=False)
+class Steps:
+    """A request's way to an answer that has begun, by one attempt after the other."""
+
+    _service: Service
+    _asked: Asked
+    _outcome: Outcome
+    _transcript: Transcript | None
+    _life: Life
+    tries: Tries = field(default_factory=Tries)
+    _attempt: Attempt = field(init=False)  # the latest
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.tries.num_resumed < MAX_RESUMES
+
+    async def open(self) -> Opened:
+        """Begin the answer. Raises `ProxyError`."""
+        while True:
+            attempt = self._next_attempt()
+            self._outcome.route = attempt.route
+            try:
+                opened = await self._take(attempt)
+                self._note_opened(attempt, opened)
+                return opened
+            except ProxyError as error:
+                self._life.enter(Phase.ASKED)
+                gave_up = self.tries.fail() >= self._service.config.request_attempts
+                if gave_up or not error.can_restart or error.side != DECODE:
+                    raise
+                attempt.blame(error)
+                self._service.metrics.restarts.labels(error.kind).inc()
+                text = "retrying request %s from the start: %s"
+                logger.warning(text, self._outcome.request_id, error)
+            finally:
+                attempt.release()
+
+    async def open_elsewhere(self, failure: ProxyError) -> Opened:
+        """Go on with an answer after *failure* of its engine."""
+        self.tries.go_on_elsewhere()
+        self.tries.blame(failure, self._service.upstream.decode_pool.engines)
+        return await self.open()
+
+    async def prepare(self, *, is_read: bool) -> None:
+        """Have the prompt computed for `go_on`, unless it is read where the answer is."""
+        self.tries.go_on_elsewhere()
+        attempt = self._next_attempt()
+        if not is_read:
+            attempt.choose()
+            await attempt.prefill()
+
+    async def go_on(self, changes: Mapping[str, Any]) -> Opened:
+        """Go on with an answer as prepared. *changes*: of the body."""
+        opened = await self._attempt.decode(changes)
+        self._attempt.hand_over(opened)
+        return opened
+
+    def note_moved(self, opened: Opened) -> None:
+        self._outcome.route = self._attempt.route
+        self.tries.note(opened)
+
+    def note_end(self, opened: Opened) -> None:
+        """Note how a whole answer came, and how it was expected to come."""
+        answer, plan, seconds = opened.answer, self._attempt.plan, self._outcome.first_token_seconds
+        if answer is None:
+            return
+        answer.end(time.monotonic())
+        expected = plan.expected if plan is not None and not self.tries.num_resumed else None
+        if expected is not None and seconds is not None and answer.tokens > 1:
+            metrics = self._service.metrics
+            first, each = metrics.expected_first_token, metrics.expected_per_token
+            first.labels("expected").observe(expected.first_token)
+            first.labels("real").observe(seconds)
+            each.labels("expected").observe(expected.per_token)
+            each.labels("real").observe(answer.per_token)
+
+    def release(self) -> None:
+        self._attempt.release()
+
+    def _next_attempt(self) -> Attempt:
+        self._attempt = Attempt(
+            *(self._service, self._asked, self.tries, self._transcript),
+            route=replace(self._outcome.route),
+        )
+        return self._attempt
+
+    async def _take(self, attempt: Attempt) -> Opened:
+        attempt.choose()
+        self._life.enter(Phase.PLANNED)
+        if self._asked.endpoint.is_split:
+            if attempt.local_reason is None:
+                self._life.enter(Phase.PREFILLING)
+            if (opened := await attempt.prefill()) is not None:
+                return opened
+        return await attempt.decode({})
+
+    def _note_opened(self, attempt: Attempt, opened: Opened) -> None:
+        self._life.enter(Phase.OPENED)
+        self.tries.note(opened)
+        if not self.tries.num_resumed:
+            self._outcome.first_token_seconds = opened.opened_at - self._outcome.began
+        if opened.response.status < 400:
+            attempt.note_opened(opened)
