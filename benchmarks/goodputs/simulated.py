@@ -194,7 +194,6 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (placement, "MAX_SEEN", 1000),
     (placement, "DELAY_WEIGHT", 1e-6),
     (placement, "OTHERS_DELAY", 0.0),
-    (placement, "HOPE", 0.0),
     (placement, "GIVEN_UP", 1e9),
     (load, "RECENT_SECONDS", 10.0),
     (load, "SAME_STEP_SECONDS", 0.0),

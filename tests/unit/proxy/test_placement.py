@@ -423,6 +423,17 @@ def test_a_slow_engine_is_known_apart_from_others() -> None:
     assert slow.prefill_seconds(4000, 0, False) == pytest.approx(0.3, rel=0.2)
 
 
+def test_an_engine_that_has_shown_nothing_is_as_fast_as_the_others_are_by_now() -> None:
+    shared = Speeds()
+    seen, unseen = EngineSpeed(shared), EngineSpeed(shared)
+    assert unseen.step_seconds(4, 16000) == unseen.prefill_seconds(4000, 0, False) == 0.0
+    for _ in range(2):
+        seen.note_steps(4, 16000, STEP)
+        seen.note_prefill(4000, 8.0, 0.0, 0.1)
+        assert unseen.step_seconds(4, 16000) == pytest.approx(STEP)
+        assert unseen.prefill_seconds(4000, 0, False) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(("needed", "is_local"), [(0.5, True), (0.9, False)])
 def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_local: bool) -> None:
     """The answer needs a share of its tokens to make up for the prompt. All were alike so far, so

@@ -325,6 +325,8 @@ class EngineLoad:
 
     def backlog(self, now: float) -> float:
         """Seconds until all its prompts are computed."""
+        if not self.prompts.jobs:
+            return 0.0
         while (job := self.prompts.unseen(now)) is not None:
             self.end_job(job, now, False)  # as far as anybody can tell
         return self.prompts.left(now)

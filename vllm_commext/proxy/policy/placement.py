@@ -22,11 +22,8 @@ DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth."""
-HOPE = 0.9
-"""Share of answers in time where a token takes just the limit, because of prompts."""
 GIVEN_UP = 1.25
-"""Steps of so many limits: where no engine keeps the limit, one more answer costs nothing there, so
-that the others get well."""
+"""Steps of so many limits: one more answer costs nothing there, so that other engines get well."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 
@@ -144,7 +141,6 @@ class Planner:
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
         tpot, handover = self.shared.limits.tpot, self.shared.handover.value
-        are_late = all(at.pace >= tpot for at in targets)
         options: list[_Option] = []
 
         def add(source: _Costs, at: _Costs, first: float, late: float, wait: float) -> None:
@@ -153,8 +149,7 @@ class Planner:
             )
             misses = source.num_put_off + 1.0 - (in_time if first <= limit else 0.0)
             if tpot and at.slower >= tpot:  # all are late for as long as there is one too many
-                left = (GIVEN_UP - at.slower / tpot) / (GIVEN_UP - 1.0) if are_late else 1.0
-                misses += max(0.0, left)
+                misses += max(0.0, (GIVEN_UP - at.slower / tpot) / (GIVEN_UP - 1.0))
             seconds = at.seconds + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
             cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
@@ -177,8 +172,7 @@ class Planner:
         """Share of answers in time of those whose second token comes *late* seconds later."""
         room = self.shared.limits.tpot - at.pace
         if room <= 0.0:
-            tpot = self.shared.limits.tpot
-            return HOPE * tpot / at.pace if at.slower < tpot else 0.0
+            return 0.0
         return 1.0 - self.shared.lengths.ended((late + room) / room, 1) if late else 1.0
 
     def _late(

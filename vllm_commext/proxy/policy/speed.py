@@ -53,10 +53,9 @@ class LeastSquares:
 
     def solved(self) -> Features:
         """Solve by coordinate descent, the last features from zero."""
-        sums = self._sums
         if self._base is not None and self.num_samples <= _KNOWN_SAMPLES:
-            sums = self._base._sums
-        aa, ab, ac, bb, bc, cc, a, b, c = sums
+            return self._base.solution or self._base.solved()  # not kept: others add to it
+        aa, ab, ac, bb, bc, cc, a, b, c = self._sums
         x = y = z = 0.0
         for _ in range(_SWEEPS):
             before = x, y, z
