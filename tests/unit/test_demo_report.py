@@ -92,15 +92,6 @@ def test_a_token_that_was_less_likely_is_wrong_even_if_its_logprobs_are_near() -
     assert not difference.equal
 
 
-@pytest.mark.parametrize("arguments", [["--model", "gpt5"], ["--tp", "5"], ["--p-tp", "0"]])
-def test_unknown_models_and_sizes_are_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        demo.parser().parse_args(arguments)
-    assert "invalid choice" in capsys.readouterr().err
-
-
 def test_sizes_that_the_model_cannot_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected .* for smollm2"):
         demo.choose_scenario(
