@@ -68,16 +68,14 @@ class Child:
         return self.stage > before
 
     def cause(self) -> str:
-        """The error that ended it, from its log; else its exit status or signal."""
+        """The signal or else the error in its log that ended it, or its exit status."""
+        status = self.status
+        if status is not None and status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
         with self.log.open("rb") as file:
             file.seek(self._from)
             found = cause_of(line.decode(errors="replace") for line in file)
-        status = self.status
-        if found or status is None:
-            return found
-        if status < 0:
-            return f"it was ended by {signal.Signals(-status).name}"
-        return f"exit status {status}"
+        return found or f"exit status {status}"
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, which passes its end on to those that it has started."""
