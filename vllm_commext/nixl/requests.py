@@ -176,23 +176,14 @@ class CompletionQueue:
         self._log = RateLimitedLog()
 
     def received(self, request_id: str, *, failed: bool) -> None:
-        self._add(request_id, *(("received", "failed") if failed else ("received",)))
-
-    def late(self, request_id: str) -> None:
-        self._add(request_id, "late")
-
-    def settled(self, request_id: str) -> None:
-        self._add(request_id, "settled")
-
-    def sent(self, request_id: str) -> None:
-        self._add(request_id, "sent")
+        self.note(request_id, *(("received", "failed") if failed else ("received",)))
 
     def take(self) -> Outcomes:
         with self._lock:
             taken, self._outcomes = self._outcomes, Outcomes()
         return taken
 
-    def _add(self, request_id: str, *kinds: str) -> None:
+    def note(self, request_id: str, *kinds: str) -> None:
         with self._lock:
             is_first = self._outcomes == Outcomes()
             for kind in kinds:

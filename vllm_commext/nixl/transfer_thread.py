@@ -126,7 +126,7 @@ class TransferThread:
             self._on_start()
         except Exception as error:  # noqa: BLE001 whatever it is, each load fails with it
             logger.exception("the transfer thread could not be set up; no load will be tried")
-            self._loader.uses.refuse_all(error)
+            self._loader.uses.refusal = error
         while self._guard("commands", self._take_commands, lost=True):
             if time.monotonic() < self._next_turn:
                 self._guard("notifications", self._lease_manager.take_notifications, lost=None)

@@ -121,7 +121,7 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
         wait_until(lambda: not peers._links._agents, "NIXL to forget both")
     assert not peers._links.live()
     assert_works(decode, make_engine("r", seed=4, serve=True), "third")
-    wait_until(lambda: peers._sweeper._num_due <= NUM_ROUNDS - 3, "rounds of reads")
+    wait_until(lambda: peers.sweeper._num_due <= NUM_ROUNDS - 3, "rounds of reads")
     assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")
 
 

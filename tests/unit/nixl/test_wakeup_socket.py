@@ -205,11 +205,11 @@ def test_the_box_rings_once_until_it_is_emptied() -> None:
     notifications: list[int] = []
     completions = CompletionQueue()
     completions.on_first = lambda: notifications.append(1)
-    completions.sent("a")
+    completions.note("a", "sent")
     completions.received("b", failed=True)
     assert len(notifications) == 1
     assert completions.take().failed == {"b"}
-    completions.late("c")
+    completions.note("c", "late")
     assert len(notifications) == 2
     assert completions.take().late == {"c"}
 
@@ -220,8 +220,8 @@ def test_an_outcome_is_there_although_its_ring_failed(log_lines: pytest.LogCaptu
 
     completions = CompletionQueue()
     completions.on_first = broken
-    completions.sent("a")
-    completions.sent("b")
+    completions.note("a", "sent")
+    completions.note("b", "sent")
     assert completions.take().sent == {"a", "b"}
     assert [line for line in log_lines.messages if "no wakeup" in line]
 

@@ -62,7 +62,7 @@ class Loader:
 
     @property
     def num_reads(self) -> int:
-        return len(self._reads) + self.streams.num_looks + self._peers.is_sweeping
+        return len(self._reads) + self.streams.num_looks + self._peers.sweeper.is_reading
 
     @property
     def has_duties(self) -> bool:
@@ -284,7 +284,7 @@ class Loader:
             if use.lateness is not None or use.is_given_up:
                 continue
             use.lateness = self._lateness(is_closed=read.link.closed)
-            self._outcomes.late(use.request_id)
+            self._outcomes.note(use.request_id, "late")
             self._log.warning(
                 "late",
                 f"request {use.request_id}: the read from prefill engine {read.link.key} is not "
@@ -308,7 +308,7 @@ class Loader:
         """End a late load; its reads may go on, into blocks that the scheduler keeps out of use."""
         use = self.uses.get(request_id)
         if use is None or use.load is None:
-            self._outcomes.settled(request_id)
+            self._outcomes.note(request_id, "settled")
             return
         given_up = Failure("timeout", CommextTimeoutError("given up by the scheduler"))
         failure = use.lateness or given_up

@@ -125,8 +125,8 @@ class PeerTable:
         self._local = local
         self._recorder = recorder
         self._client = client
-        self._sweeper = Sweeper(agent, num_descriptors(config))
-        self._links = Links(agent, local, self._sweeper.note_removal)
+        self.sweeper = Sweeper(agent, num_descriptors(config))
+        self._links = Links(agent, local, self.sweeper.note_removal)
         self._peers: dict[PeerKey, Peer] = {}
         self._ended: list[Peer] = []
         self._log = RateLimitedLog()
@@ -200,15 +200,11 @@ class PeerTable:
         self._links.forget(agent_name)
 
     @property
-    def is_sweeping(self) -> bool:
-        return self._sweeper.is_reading
-
-    @property
     def has_sweeps_due(self) -> bool:
-        return self._sweeper.is_due and bool(self._links.live())
+        return self.sweeper.is_due and bool(self._links.live())
 
     def sweep(self) -> None:
-        broken = self._sweeper.poll(self._links.live())
+        broken = self.sweeper.poll(self._links.live())
         if broken is not None:
             self.doubt(broken, broken=True)
 

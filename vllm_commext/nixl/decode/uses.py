@@ -188,7 +188,7 @@ class Uses:
         # Transfers to be released, by the time when they are.
         self._closing: deque[tuple[float, RemotePrefill]] = deque()
         self._uses: dict[str, Use] = {}
-        self._refusal: Exception | None = None
+        self.refusal: Exception | None = None
         self._log = RateLimitedLog()
 
     def __len__(self) -> int:
@@ -200,9 +200,6 @@ class Uses:
     def workers(self, tp_size: int, pp_size: int) -> list[int]:
         """Numbers of the workers that this one has to do with, of an engine of that size."""
         return list(self._sources(tp_size, pp_size).num_consumers)
-
-    def refuse_all(self, error: Exception) -> None:
-        self._refusal = error
 
     def wait(self, wait: Wait) -> None:
         if wait.request_id not in self._uses:
@@ -314,8 +311,8 @@ class Uses:
         return self._prefills[key]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
-        if self._refusal is not None:
-            return failure_of(self._refusal, "internal")
+        if self.refusal is not None:
+            return failure_of(self.refusal, "internal")
         if load.refusal:
             return Failure("request", ProtocolError(load.refusal))
         try:
@@ -327,7 +324,7 @@ class Uses:
     def _end(self, use: Use, load: Load) -> None:
         self._uses.pop(use.request_id, None)
         if use.is_given_up:
-            self._outcomes.settled(use.request_id)
+            self._outcomes.note(use.request_id, "settled")
         else:
             self.report(load, use.failure, use.num_read)
 

@@ -18,7 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import keeps_host_copy
 from vllm_commext.nixl.metrics import recorder
-from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS, STREAMS, empty_data, is_empty, merge
+from vllm_commext.nixl.metrics.recorder import (
+    COUNTERS,
+    FAILURE_REASONS,
+    HISTOGRAMS,
+    STREAMS,
+    empty_data,
+    is_empty,
+    merge,
+)
 from vllm_commext.nixl.reasons import FirstToken, Handover
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.seal import read_secret
@@ -30,35 +38,6 @@ _SECONDS_BUCKETS = [
     *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 ]
 
-HISTOGRAMS = {
-    "transfer_seconds": "Time from posting a read of KV blocks to its end.",
-    "post_seconds": "Time to describe and post a read of KV blocks.",
-    "handshake_seconds": "Time from asking a new prefill engine to its answer.",
-    "queue_seconds": "Time from KV load start to posting the read, handshake included.",
-    "handover_seconds": "Time from request arrival at the decode engine to KV blocks ready "
-    "(whole-prompt transfers).",
-    "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
-}
-COUNTERS = {
-    "bytes": "Bytes of KV cache read from prefill engines.",
-    "hidden_bytes": "KV bytes whose read started before the prefill engine finished the prompt.",
-    "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
-    "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
-    "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
-    "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
-    "retries": "Reads that were tried again over a new connection.",
-    "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
-    "released_requests": "Prefilled requests that a router released, as nobody was to read them.",
-    "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
-    "unmatched_notifications": "Notifications that fitted no request or were not valid.",
-    "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
-    "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
-    "side_channel_rejects": "Frames that the side channel refused.",
-    "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
-    "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
-    "reuse_recomputed_blocks": "Blocks on offer for reuse that were overwritten or lost, and "
-    "recomputed.",
-}
 BY_REASON: dict[str, tuple[str, str, Iterable[str]]] = {
     recorder.FAILURES: ("Loads of KV blocks that failed.", "reason", FAILURE_REASONS),
     recorder.FIRST_TOKENS: (

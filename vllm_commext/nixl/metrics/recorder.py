@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 FAILURE_REASONS = (
-    "configuration",
-    "expired",
-    "handshake",
-    "internal",
-    "request",
-    "timeout",
-    "transfer",
+    *("configuration", "expired", "handshake", "internal", "request", "timeout", "transfer"),
 )
 """Every reason a load or a release can fail for; the label of the failures metric."""
 FAILURES = "failures"
@@ -25,6 +19,37 @@ FIRST_TOKENS = "first_tokens"
 HANDOVERS = "handovers"
 GAUGES = "gauges"
 STREAMS = "streams"
+
+
+HISTOGRAMS = {
+    "transfer_seconds": "Time from posting a read of KV blocks to its end.",
+    "post_seconds": "Time to describe and post a read of KV blocks.",
+    "handshake_seconds": "Time from asking a new prefill engine to its answer.",
+    "queue_seconds": "Time from KV load start to posting the read, handshake included.",
+    "handover_seconds": "Time from request arrival at the decode engine to KV blocks ready "
+    "(whole-prompt transfers).",
+    "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
+}
+COUNTERS = {
+    "bytes": "Bytes of KV cache read from prefill engines.",
+    "hidden_bytes": "KV bytes whose read started before the prefill engine finished the prompt.",
+    "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
+    "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
+    "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
+    "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
+    "retries": "Reads that were tried again over a new connection.",
+    "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
+    "released_requests": "Prefilled requests that a router released, as nobody was to read them.",
+    "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
+    "unmatched_notifications": "Notifications that fitted no request or were not valid.",
+    "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
+    "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
+    "side_channel_rejects": "Frames that the side channel refused.",
+    "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
+    "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
+    "reuse_recomputed_blocks": "Blocks on offer for reuse that were overwritten or lost, and "
+    "recomputed.",
+}
 
 
 class FailedLoad(NamedTuple):
@@ -62,35 +87,9 @@ def empty_data() -> dict[str, Any]:
     last values of every source (the workers and the scheduler side), or nothing where none has
     changed; the others: sums.
     """
-    return {
-        "transfer_seconds": [],
-        "post_seconds": [],
-        "handshake_seconds": [],
-        "queue_seconds": [],  # from a load's begin to its read
-        "handover_seconds": [],  # from a request's arrival to its last block
-        "lease_age_seconds": [],
-        "bytes": 0,
-        "hidden_bytes": 0,  # of reads that began before their prompts were computed
-        "mapped_bytes": 0,  # of reads through a mapping of the peer's memory
-        "blocks": 0,  # of loads that ended well on all ranks
-        "descriptors": 0,
-        "merged_descriptors": 0,
-        "retries": 0,  # reads over a new connection
-        "expired_requests": 0,
-        "released_requests": 0,
-        "unknown_releases": 0,  # that a router named
-        "unmatched_notifications": 0,
-        "heartbeats": 0,
-        "ignored_heartbeats": 0,
-        "side_channel_rejects": 0,
-        "reuse_lookups": 0,
-        "reuse_blocks": 0,
-        "reuse_recomputed_blocks": 0,  # read in vain
-        FAILURES: {},
-        FIRST_TOKENS: {},
-        HANDOVERS: {},
-        GAUGES: {},
-    }
+    reasons = {name: dict[str, int]() for name in (FAILURES, FIRST_TOKENS, HANDOVERS, GAUGES)}
+    seconds = {name: list[float]() for name in HISTOGRAMS}
+    return {**seconds, **dict.fromkeys(COUNTERS, 0), **reasons}
 
 
 def is_empty(data: dict[str, Any]) -> bool:

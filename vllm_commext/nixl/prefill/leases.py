@@ -289,7 +289,7 @@ class LeaseManager:
             if name in self._expired:
                 self._expired.discard(name)
                 self._note_expired(hold.request_id)
-            self._outcomes.sent(hold.request_id)
+            self._outcomes.note(hold.request_id, "sent")
 
     def _note_expired(self, request_id: str) -> None:
         try:
