@@ -87,13 +87,13 @@ TABLES = {
 """Page to its tables."""
 
 
-def with_table(text: str, name: str, new: str) -> str:
+def with_table(text: str, name: str, new: str, by: str = "make docs") -> str:
     """The page's text with *new* between its marks.
 
     Raises:
         SystemExit: the page does not have each mark once.
     """
-    begin, end = f"<!-- {name}: written by `make docs` -->", f"<!-- {name}: end -->"
+    begin, end = f"<!-- {name}: written by `{by}` -->", f"<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise SystemExit(f"generate_docs: expected {begin} and {end} once each")
     head, _, rest = text.partition(begin)

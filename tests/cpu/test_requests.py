@@ -208,17 +208,16 @@ def test_cached_tokens_are_those_of_one_server(servers: Servers, path: str, num_
         body = worded(path, changes, num_words)
         for _ in range(2):
             one, other = answers(servers, "POST", path, json=body)
-            assert cached_in(other) == cached_in(one)
+            assert usage_in(other) == usage_in(one)
             assert other.headers["X-Commext-Path"] == "streamed"
-        assert cached_in(one) > 0
+        assert usage_in(one)["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def cached_in(answer: httpx.Response) -> int:
-    """The cached tokens that an answer's last usage tells of."""
+def usage_in(answer: httpx.Response) -> dict[str, Any]:
+    """The last usage of an answer."""
     events = answer.text.split("\n\n") if "[DONE]" in answer.text else [answer.text]
     told = [json.loads(one.removeprefix("data: ")) for one in events if '"usage"' in one]
-    usage = next(one["usage"] for one in reversed(told) if one["usage"])
-    return usage["prompt_tokens_details"]["cached_tokens"]
+    return next(one["usage"] for one in reversed(told) if one["usage"])
 
 
 def test_swapped_parameters_answer_from_nobodys_cache_but_their_own(servers: Servers) -> None:

@@ -138,6 +138,8 @@ def send(core: Any, request: Request, tokens: list[int]) -> None:
         num_prompt = request.num_prompt_tokens
         num_read = num_prompt if is_for_decode(params_of(request)) else 0
         stats.set(num_prompt, num_local_cached_tokens=0, num_external_cached_tokens=num_read)
+        if hasattr(stats, "finalize"):  # from vLLM 0.33 on
+            stats.finalize(_num_to_cache(scheduler, request))
     if has_ended:
         # The scheduler ends what it does not know to have ended.
         status, request.status = request.status, before
@@ -145,6 +147,12 @@ def send(core: Any, request: Request, tokens: list[int]) -> None:
     else:
         _continue_prompt(request)
     _tell(core, request, pieces_of(params_of(request), tokens), stats)
+
+
+def _num_to_cache(scheduler: Any, request: Request) -> int:
+    """Tokens of a prompt that will be in the prefix cache once it is computed."""
+    block_size = scheduler.block_size
+    return request.num_prompt_tokens // block_size * block_size if request.block_hashes else 0
 
 
 def _refuse(core: Any, request: Request) -> None:

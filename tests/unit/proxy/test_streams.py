@@ -36,12 +36,13 @@ PLACE = {
 KEY = re.compile("[0-9a-f]{32}")
 
 
-def answering(**params: Any) -> Any:
+def answering(usage: dict[str, Any] | None = None, **params: Any) -> Any:
     """A prefill engine that streams; ``params`` are laid over what it returns."""
 
     async def behave(call: Any) -> None:
         answer = ANSWER.prefill_answer()
         answer["kv_transfer_params"] |= {"remote_block_ids": [[1]], **PLACE, **params}
+        answer["usage"] = usage
         await call.answer(200, json.dumps(answer).encode())
 
     return behave
@@ -356,7 +357,8 @@ async def test_cached_tokens_are_the_prefill_engines(
 ) -> None:
     """The decode engine tells of what it was sent, as nobody has told it otherwise."""
     text = 'she said "cached_tokens": 7 twice'
-    usage = {"usage": {"prompt_tokens_details": {"cached_tokens": 520}}}
+    details = {"cached_tokens": 520, "created_cache_tokens": 0}
+    usage = {"usage": {"prompt_tokens_details": details}}
     content = json.dumps({"choices": [{"index": 0, "text": text}], **usage})
 
     async def decoded(call: Any) -> None:
@@ -370,13 +372,16 @@ async def test_cached_tokens_are_the_prefill_engines(
 
     told = {} if cached is None else {"remote_prefill_cached_tokens": cached}
     async with running(kit) as cluster:
-        cluster.prefill[0].behave, cluster.decode[0].behave = answering(**told), decoded
+        created = {"prompt_tokens_details": {"created_cache_tokens": 384}}
+        cluster.prefill[0].behave = answering(created, **told)
+        cluster.decode[0].behave = decoded
         await ask(cluster)
         way, answer = await ask(cluster, {**BODY, "stream": streams})
         assert way == "streamed"
         line = answer.split(b"\n")[0].removeprefix(b"data: ")
-        expected = 520 if cached is None else cached
-        assert json.loads(line)["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+        mended = {"cached_tokens": cached, "created_cache_tokens": 384}
+        expected = details if cached is None else mended
+        assert json.loads(line)["usage"]["prompt_tokens_details"] == expected
         assert json.loads(line)["choices"][0]["text"] == text
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_commext.proxy.http.body import decode
 from vllm_commext.proxy.http.endpoints import CHOICES, COMPLETIONS, holds, lack_of
@@ -15,8 +15,7 @@ _ENVELOPE = frozenset(
     ("created", "id", "model", "object", "service_tier", "system_fingerprint", "usage")
 )
 MAX_DECODED_BYTES, MAX_READ_BYTES = 64 << 10, 2 << 20
-_CACHED = b'"cached_tokens"'
-_CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)(?:\d+|null)')
+_CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)')
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
@@ -56,11 +55,23 @@ def error_event(error: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(error).encode() + b"\n\n"
 
 
-def with_cached_tokens(events: bytes, num_tokens: int) -> bytes:
+class Cached(NamedTuple):
+    """A prompt's tokens that a prefix cache had, and those that it took in (None: not said)."""
+
+    cached_tokens: int
+    created_cache_tokens: int | None = None
+
+
+def with_cached_tokens(events: bytes, cached: Cached) -> bytes:
     """Set the cached tokens of a usage. No text looks so: its quotes are escaped."""
-    if _CACHED not in events:
+    if b'"cached_tokens"' not in events:
         return events
-    return _CACHED_TOKENS.sub(rb"\g<1>%d" % num_tokens, events)
+
+    def mended(found: re.Match[bytes]) -> bytes:
+        number = getattr(cached, found[2].decode())
+        return found[0] if number is None else b"%b%d" % (found[1], number)
+
+    return _CACHED.sub(mended, events)
 
 
 def opening_error(events: bytes) -> tuple[int, bytes] | None:

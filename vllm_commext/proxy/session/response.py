@@ -18,6 +18,7 @@ from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
 from vllm_commext.proxy.http.intake import in_steps
 from vllm_commext.proxy.http.sse import (
+    Cached,
     EventCutter,
     is_aborted,
     opening_error,
@@ -125,8 +126,9 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
 
 async def prefilled_params(
     engine: Engine, status: int, answer: EngineAnswer
-) -> dict[str, Any] | None:
-    """Parameters in a prefill's *answer*; what is long in them stays text."""
+) -> tuple[dict[str, Any] | None, Cached | None]:
+    """Parameters in a prefill's *answer*, in which what is long stays text, and its usage's cached
+    tokens."""
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
@@ -138,7 +140,16 @@ async def prefilled_params(
     params = content.get("kv_transfer_params")
     if not (params is None or isinstance(params, dict)):
         raise bad_answer(engine, f"kv_transfer_params {type(params).__name__}")
-    return params or None
+    cached = (params or {}).get("remote_prefill_cached_tokens")
+    is_told = isinstance(cached, int)
+    return params or None, Cached(cached, _created(content)) if is_told else None
+
+
+def _created(content: dict[str, Any]) -> int | None:
+    usage = content.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    created = details.get("created_cache_tokens") if isinstance(details, dict) else None
+    return created if isinstance(created, int) else None
 
 
 def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None:
@@ -209,7 +220,7 @@ class Opened:
     opened_at: float
     work: ExitStack
     answer: Answer | None = None
-    cached_tokens: int | None = None
+    cached_tokens: Cached | None = None
 
     def close(self) -> None:
         """Let go of the engine, which aborts the rest."""

@@ -14,6 +14,7 @@ from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.body import compacted, encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, answer_id, most_tokens, price, session_of
+from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
@@ -127,7 +128,7 @@ class Tries:
     num_failed: int = 0
     num_resumed: int = 0
     answered_by: Engine | None = None
-    cached_tokens: int | None = None
+    cached_tokens: Cached | None = None
 
     def go_on_elsewhere(self) -> None:
         self.num_resumed, self.num_failed = self.num_resumed + 1, 0

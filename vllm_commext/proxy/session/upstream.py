@@ -21,6 +21,7 @@ from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.connections import SOCKET_BYTES
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
+from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import Losses, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
@@ -48,17 +49,13 @@ _WINDOW_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prefill's answer. key, job: to release and to forget it."""
+    """A prefill's answer. key, job: to release and to forget it. cached_tokens: of its usage."""
 
     engine: Engine
     kv_transfer_params: dict[str, Any] | None
     key: Key
     job: Job | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        cached = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
-        return cached if isinstance(cached, int) else None
+    cached_tokens: Cached | None = None
 
 
 @dataclass(frozen=True)
@@ -165,14 +162,14 @@ class Upstream:
             async with self._turn(engine, payload, held, PREFILL):
                 asked = await stream.prefill_payload(engine, key.value)
                 try:
-                    params, job = await self._prefill_on(engine, asked, held)
+                    params, cached, job = await self._prefill_on(engine, asked, held)
                 except BaseException as error:
                     if not isinstance(error, ProxyError) or error.status >= 500:
                         self.releases.add(key)  # it may have ended well all the same
                     if isinstance(error, ProxyError) and await stream.outlives(error):
                         error.can_retry = False
                     raise
-            return Prefilled(engine, params, key, job)
+            return Prefilled(engine, params, key, job, cached)
 
         began, num = time.monotonic(), self.config.prefill_attempts
         result = await self._ask(self.prefill_pool, num, payload, ask, list(failed), 0.0)
@@ -310,7 +307,7 @@ class Upstream:
 
     async def _prefill_on(
         self, engine: Engine, payload: Payload, held: int
-    ) -> tuple[dict[str, Any] | None, Job | None]:
+    ) -> tuple[dict[str, Any] | None, Cached | None, Job | None]:
         seconds = self.config.prefill_timeout_seconds
         with (
             engine.working(payload.tokens - held),
@@ -323,9 +320,9 @@ class Upstream:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
-            params = await prefilled_params(engine, response.status, answer)
+            params, cached = await prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
-            return params, job
+            return params, cached, job
 
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
