@@ -36,6 +36,7 @@ from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu.facts import Facts, agree_about
+from vllm_commext.reduce_rms.workspace import GroupWorkspace
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -195,6 +196,13 @@ def check_nccl_is_reached_through_torch_where_vllm_has_no_binding(
     assert backend.through == "torch"
     assert backend.all_reduce(tensor).tolist() == [3.0] * 3
     assert tensor.tolist() == [rank + 1.0] * 3
+
+
+def check_what_norms_exchange_is_added_over_the_ranks(rank: int, _: pytest.MonkeyPatch) -> None:
+    for group in (distributed.group.WORLD, None):
+        made = GroupWorkspace(group)
+        assert made.sum_over_ranks(torch.full((3,), rank + 1.0)).tolist() == [3.0] * 3
+        made.cleanup()
 
 
 def check_a_creation_that_ends_midway_leaves_nothing_behind(
