@@ -188,7 +188,6 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout that lets a block be moved in the fewest runs of bytes."""
         return required_cache_layout(vllm_config)
 
     @classmethod

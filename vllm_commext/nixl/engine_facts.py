@@ -77,7 +77,6 @@ def check_supported(
 
 
 def _check_stages(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
-    """Refuse pipeline stages where the workers of all of them are not heard of, or not read."""
     parallel = vllm_config.parallel_config
     what = f"CommextNixlConnector with --pipeline-parallel-size {parallel.pipeline_parallel_size}"
     if parallel.pipeline_parallel_size == 1:

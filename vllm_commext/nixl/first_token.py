@@ -147,7 +147,6 @@ def _unusual(params: Any) -> list[str]:
 
 
 def _is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
-    """True for the default and for an empty value, which means the same."""
     if value is None or value is False or (isinstance(value, (list, set, dict)) and not value):
         return True
     return isinstance(value, (bool, int, float, str)) and bool(value == field.default)

@@ -192,7 +192,6 @@ class Identity:
         self._version = FIRST_VERSION
 
     def prompt_of(self, request: Request) -> Prompt:
-        """All that the KV cache of a request's prompt follows from in this engine."""
         lora = request.lora_request
         places = [(item.identifier, item.mm_position) for item in request.mm_features]
         return Prompt(

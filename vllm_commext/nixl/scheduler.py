@@ -120,8 +120,6 @@ class SchedulerSide:
     def finish(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether its blocks must be kept, and what the decode engine must
-        know."""
         is_unread = self.prompts.finish(request)
         self._reuse.end(request.request_id)
         return self._prefills.finish(request, block_ids, is_computed=not is_unread)
@@ -135,8 +133,6 @@ class SchedulerSide:
     def begin_new_weights(
         self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], None]:
-        """The workers are about to run a method that may change weights; returns what to call when
-        they have."""
         self.forget_computed()
         return self.engine.identity.begin_new_weights(method, args, kwargs)
 
@@ -162,8 +158,6 @@ class SchedulerSide:
         self.prompts.note_pause(is_paused=is_paused)
 
     def is_at_rest(self) -> bool:
-        """True if the workers know that the engine is paused, no load is under way, and nothing is
-        kept for others."""
         return self.prompts.is_at_rest and not (self.has_news() or self._prefills.num_held > 0)
 
     def take_stats(self) -> dict[str, Any] | None:

@@ -112,7 +112,6 @@ class TransferThread:
         self._commands.put(command)
 
     def stop(self) -> None:
-        """End the thread and give back what the agent holds; bounded by ``STOP_SECONDS``."""
         if not self._thread.is_alive():
             return
         self._commands.put(None)
@@ -183,7 +182,6 @@ class TransferThread:
         return len(self._publisher) if self._publisher is not None else 0
 
     def _take_commands(self) -> bool:
-        """Wait for a command, then take all there are; False where the thread is to end."""
         try:
             command = self._commands.get(timeout=self._wait_seconds)
             while command is not None:

@@ -39,7 +39,6 @@ class Wakeup:
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Safe to repeat."""
         with self._lock:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -100,7 +99,6 @@ class WakeupSocket:
                 sleeper.notify_all()
 
     def close(self) -> None:
-        """End the thread, bounded; may be called again."""
         self._is_closed = True
         if self._thread.is_alive():
             with contextlib.suppress(OSError):  # a full socket wakes it up as well

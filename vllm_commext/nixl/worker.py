@@ -208,8 +208,6 @@ class WorkerSide:
         return outcomes
 
     def save(self, step: StepMetadata) -> None:
-        """Bring the copy on the host up to date with this step's prompts, and have readers told
-        what the step computes of theirs."""
         if self._publisher is not None and step.chunks:
             self._publisher.launched(step.chunks)
             if len(self._publisher):
@@ -219,7 +217,6 @@ class WorkerSide:
                 self._host.save(block_ids)
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """Call it last in a step."""
         outcomes, self._outcomes = self._outcomes, Outcomes()
         unread, self._unread = self._unread, set()
         for request_id in outcomes.received:
@@ -251,7 +248,6 @@ class WorkerSide:
         )
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:
-        """Measure in the transfer thread, turn by turn, how fast a peer can be read."""
         scratch = torch.empty(probe.PROBE_BYTES[-1], dtype=torch.uint8, device=device)
         kind, index = memory_type(device), device.index or 0
         local = probe.Memory(scratch.data_ptr(), scratch.nbytes, kind, index, scratch)

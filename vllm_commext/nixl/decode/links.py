@@ -97,7 +97,6 @@ class LocalWorker:
             check_even(split, tp_size, "the prefill engine's ranks")
 
     def sources(self, tp_size: int, pp_size: int) -> Sources:
-        """The part in reading from ``pp_size`` stages of ``tp_size`` ranks, by worker numbers."""
         rank = self.layout.rank
         try:
             self.check_sources(tp_size)
@@ -231,7 +230,6 @@ class Links:
         return link
 
     def retire(self, link: Link) -> None:
-        """Use a link no more; it ends with the last of its reads."""
         if not link.retired:
             link.retired = True
             link.drop()

@@ -116,7 +116,6 @@ class LoadState:
 
     @property
     def must_compute(self) -> bool:
-        """True if a failed load is computed here, whatever vLLM's policy."""
         is_sent = self.token_phase is TokenPhase.SENT
         return is_sent or self.is_void or self.source is Source.REUSED
 
@@ -178,7 +177,6 @@ class Quarantine:
         return given_up
 
     def note_settled(self, settled: Mapping[str, int]) -> None:
-        """Workers say that nothing of these loads is under way; the last one frees the blocks."""
         for request_id, num_workers in settled.items():
             state = self._late.get(request_id)
             if state is None:

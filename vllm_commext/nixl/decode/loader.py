@@ -143,7 +143,6 @@ class Loader:
                 logger.info("prefill engine %s is asked with its first request: %s", key, error)
 
     def _go_on_probing(self) -> None:
-        """Find out how fast the first peer can be read, while nothing else is to be done."""
         if self._probing is None or len(self._reads) or self._peers.is_wanted:
             return
         link, turns = self._probing
@@ -179,7 +178,6 @@ class Loader:
                     return
 
     def _read(self, shard: ShardRead, link: Link) -> bool:
-        """Start reading, or end where nothing is to be read; False where there is no room."""
         if shard.use.failure is not None:
             self.uses.close(shard)
             return True

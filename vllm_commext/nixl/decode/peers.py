@@ -147,7 +147,6 @@ class PeerTable:
         )
 
     def count_states(self) -> dict[str, int]:
-        """Peers by state, every state named, and those that are ``DRAINING`` or ``RETIRED``."""
         peers = self._peers.values()
         counts = Counter(DRAINING if one.drains else one.state for one in peers)
         counts[RETIRED] = self._links.num_retired

@@ -158,7 +158,6 @@ class ReadSet:
         return list(self._reads)
 
     def has_room(self, pairs: Pairs, link: Link) -> bool:
-        """True if a read may be posted now; the first one on a link always may."""
         return not link.num_bytes or link.num_bytes + pairs.num_bytes <= self._max_bytes
 
     def post(self, shard: ShardRead, link: Link, pairs: Pairs) -> None:
@@ -274,7 +273,6 @@ class ReadSet:
         return End() if read.shard.use.is_given_up else self._post_proof(read, proof)
 
     def _post_proof(self, read: BlockRead, proof: Proof) -> End | None:
-        """The blocks have arrived: read what proves them, now or as soon as cells are free."""
         cells = proof.table.own.take(len(proof.records))
         if cells is None:
             return None

@@ -179,8 +179,6 @@ class RemotePrompts:
         return [(state.request_id, state.must_compute) for state in taken]
 
     def num_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Prompt tokens beyond ``num_computed_tokens`` that other engines offer; None while that is
-        not known."""
         state = self._states.get(request.request_id)
         if state is None:
             return 0
@@ -205,7 +203,6 @@ class RemotePrompts:
         return max(0, num_tokens - num_computed_tokens)
 
     def plan(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks are allocated: queue the load, or only the release where nothing is missing."""
         state = self._states.get(request.request_id)
         if state is None or state.phase is not LoadPhase.KNOWN:
             return
@@ -268,7 +265,6 @@ class RemotePrompts:
             self._engine.step.loads.append(load)
 
     def finish(self, request: Request) -> bool:
-        """A request ended; whether its prompt was to be read, and no load was planned."""
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False

@@ -76,7 +76,6 @@ class RemoteTokens:
         return has_moved
 
     def note_loaded(self, state: LoadState) -> None:
-        """A request's prompt is here: its first token is awaited until the next step alone."""
         if state.token_phase is TokenPhase.AWAITED:
             self._loaded.append(state)
 

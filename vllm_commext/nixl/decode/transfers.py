@@ -49,7 +49,6 @@ def identity(remote: RemoteRequest) -> Identity:
 
 
 def failure_of(error: Exception, reason: str) -> Failure:
-    """Classify an error: ``reason`` if it is one of this package's own that says no more."""
     if isinstance(error, UnsupportedError):
         return Failure("configuration", error)
     return Failure(reason if isinstance(error, CommextError) else "internal", error)
@@ -185,7 +184,6 @@ class RemotePrefill:
         return use
 
     def begin(self, load: Load) -> list[ShardRead]:
-        """A load begins; what it needs no more is dropped, the rest are its shards."""
         use = self.uses.get(load.request_id) or self.wait(load.request_id)
         use.load = load
         wanted = self._read if load.block_ids else ()
@@ -195,7 +193,6 @@ class RemotePrefill:
         return use.shards
 
     def close(self, shard: ShardRead, failure: Failure | None = None) -> bool:
-        """A shard has ended; whether its use has ended with it."""
         use = shard.use
         use.failure = use.failure or failure
         if failure is not None and failure.reason == "expired":
@@ -204,7 +201,6 @@ class RemotePrefill:
         return self.end(use)
 
     def end(self, use: Use) -> bool:
-        """Forget a use that needs nothing any more; whether it was one."""
         if use.workers or use.load is None:
             return False
         return self.uses.pop(use.request_id, None) is not None

@@ -198,7 +198,6 @@ class Uses:
         return self._uses.get(request_id)
 
     def workers(self, tp_size: int, pp_size: int) -> list[int]:
-        """Numbers of the workers that this one has to do with, of an engine of that size."""
         return list(self._sources(tp_size, pp_size).num_consumers)
 
     def wait(self, wait: Wait) -> None:
@@ -285,8 +284,6 @@ class Uses:
             self._release(prefill, sys.float_info.max)
 
     def report(self, load: Load, failure: Failure | None, num_read: int = 0) -> None:
-        """Report a load's end, and log why it failed and how many of the prompt's first tokens it
-        has brought."""
         if not load.awaited:
             return
         if failure is not None:  # before the outcome, with which others look for both

@@ -131,7 +131,6 @@ def state_parts(
 
 
 def _total(one: Projection, num_shards: int, num_groups: int | None) -> int:
-    """Units of the whole model; each rank holds one where there are fewer than ranks."""
     if one.name not in ("B", "C") or num_groups is None:
         return one.num_units * num_shards
     held = max(1, num_groups // num_shards)

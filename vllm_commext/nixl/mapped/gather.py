@@ -222,7 +222,6 @@ class CudaDevice:
         self._slabs: list[CudaSlab] = []
 
     def enter(self) -> None:
-        """Let the calling thread use it; graphs that others capture meanwhile stay as they are."""
         launch.enter_context(self._function.driver, self._device.ordinal)
         relaxed = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
         changed = self._runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
@@ -233,7 +232,6 @@ class CudaDevice:
         return self._slabs[-1]
 
     def launch(self, arguments: ctypes.Structure, slab: CudaSlab) -> None:
-        """Begin with a copy behind those that were begun before; raises where it cannot."""
         num_blocks = min(NUM_BLOCKS, -(-arguments.num_chunks // WARPS))
         self._function.launch(arguments, num_blocks, self.stream)
         recorded = self._runtime.cudaEventRecord(slab.event, self.stream)
@@ -302,7 +300,6 @@ class Gatherer:
         return IN_PROGRESS
 
     def state(self, gather: Gather) -> str:
-        """``DONE`` or ``IN_PROGRESS``; raises UnsupportedError where the copy has failed."""
         gather.has_ended = gather.has_ended or self._device.is_done(gather.slab)
         return DONE if gather.has_ended else IN_PROGRESS
 

@@ -88,7 +88,6 @@ class Mapper:
             self._device.unmap(regions.pop().mapped)
 
     def _check(self, offer: MappedOffer, opened: list[Region]) -> None:
-        """Read the token that the worker has put there; raises UnsupportedError."""
         size = len(offer.token)
         rows = strided_row(address=offer.token_address, num_bytes=size, count=1)
         source = int(mapped_rows(rows, opened)[0, 0])
@@ -133,7 +132,6 @@ class MappedReader:
         self._unmap = unmap
 
     def suits(self, pairs: Pairs) -> bool:
-        """True where this is faster than NIXL: there are many pieces, or small ones."""
         return pairs.num_bytes < LARGE_BYTES * num_runs(self._local, self._remote, pairs)
 
     def post(self, pairs: Pairs) -> Posting:

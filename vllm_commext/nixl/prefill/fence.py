@@ -54,7 +54,6 @@ class FenceSlots:
         self._free = deque(range(num_slots))
 
     def take(self) -> tuple[int, int] | None:
-        """The (slot, nonce) that has been free for the longest, None where all are taken."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -68,7 +67,6 @@ class FenceSlots:
         return nonce
 
     def give_back(self, slot: int) -> None:
-        """All workers have replaced the slot's nonce: the next user gets the next one."""
         self.renew(slot)
         self._free.append(slot)
 

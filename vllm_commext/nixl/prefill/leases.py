@@ -108,11 +108,9 @@ class LeaseLedger:
         return True
 
     def drop(self, request_id: str) -> bool:
-        """End a lease, whoever has not released it; False where there is none."""
         return self._leases.pop(request_id, None) is not None
 
     def extend(self, request_id: str, beat: Beat, now: float) -> bool:
-        """Begin a lease anew; False where the heartbeat is to be ignored."""
         lease = self._leases.get(request_id)
         if lease is None or not self._is_new(lease, beat):
             self.counts.ignored_beats += 1

@@ -308,7 +308,6 @@ def _of_one_address(
 
 
 def network_of(host: str) -> str:
-    """What an asker's connections have in common: its address, or the network of an IPv6 one."""
     if ":" not in host:
         return host
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))

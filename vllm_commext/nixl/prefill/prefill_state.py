@@ -79,7 +79,6 @@ class PrefillState:
         return True
 
     def renounce(self) -> bool:
-        """Give up its readers; True where workers must let go of it."""
         return self.move(PrefillPhase.UNWANTED) or (
             self.phase is PrefillPhase.HELD and self.move(PrefillPhase.RELEASED)
         )

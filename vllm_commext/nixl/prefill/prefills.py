@@ -76,7 +76,6 @@ class Prefills:
         return self._leaves_last_token and request.num_prompt_tokens > 1 and not wants_all_logprobs
 
     def release(self, keys: Sequence[str]) -> int:
-        """Release the prefills with these keys; returns how many there are."""
         found = [state for key in keys if (state := self._keys.release(key)) is not None]
         self._release(found)
         return len(found)
@@ -126,7 +125,6 @@ class Prefills:
     def _offer(
         self, state: PrefillState, block_ids: tuple[list[int], ...]
     ) -> dict[str, Any] | None:
-        """Keep the blocks of a prefill; its parameters, None where it hands nothing over."""
         request = state.request
         if request.status not in FINISHED or state.phase is PrefillPhase.UNWANTED:
             return None

@@ -129,7 +129,6 @@ class SideChannelServer:
         return new
 
     def close(self) -> None:
-        """Stop serving; returns within a second. Safe to repeat."""
         if self._stop.is_set():
             return
         self._stop.set()

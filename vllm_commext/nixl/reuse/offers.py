@@ -157,7 +157,6 @@ class OfferTable:
                 del self._block_of[one]
 
     def clear(self) -> None:
-        """Nothing is on offer, nor was anything that is being read: another model's weights."""
         with self._lock:
             for table in self._tables:
                 table += np.uint64(1)
@@ -284,14 +283,12 @@ class Offers:
         named.last, named.count = names[-1], first + len(blocks)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended: its blocks stay on offer until they are used again."""
         self._named.pop(request_id, None)
 
     def forget_running(self, running: Iterable[Request]) -> None:
         self._named |= {request.request_id: _Named(None) for request in running}
 
     def clear(self, running: Iterable[Request]) -> None:
-        """Weights have changed: drop all, and offer nothing more of these requests."""
         self.forget_running(running)
         self._table.clear()
 

@@ -169,8 +169,6 @@ class ReuseSide:
         return table
 
     def note_step(self, running: Running) -> None:
-        """The engine is going to take a step, before which it computes what has failed; these
-        requests run."""
         self.has_steps, self._running = True, running
         if self._offers is not None:
             self._offers.add_running(running)

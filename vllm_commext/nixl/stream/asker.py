@@ -93,14 +93,10 @@ class StreamAsker:
         return self._answers.get(request_id)
 
     def wait_for_token(self, request_id: str, seconds: float) -> None:
-        """Wait until the first token after the request's prompt has come, or none comes, for at
-        most so long."""
         with self._told:
             self._told.wait_for(lambda: request_id not in self._awaited, seconds)
 
     def take_tokens(self) -> dict[str, tuple[int, str]]:
-        """First tokens that have come since the last call, and what each was drawn by; asked before
-        each step."""
         taken: dict[str, tuple[int, str]] = {}
         while self._tokens:
             taken.update([self._tokens.popleft()])

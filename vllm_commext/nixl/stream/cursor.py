@@ -191,7 +191,6 @@ class Cursor:
         return self.done >= self.num_tokens and self.has_rest
 
     def start_again(self, nonce: int) -> None:
-        """The prompt goes on from its first token, under another nonce."""
         self.nonce = nonce
         self._begin()
         self.num_restarts += 1

@@ -64,7 +64,6 @@ class StreamDirectory:
         self.on_change(key)
 
     def tell(self, key: str, first_token: int, sampling: str) -> None:
-        """A prompt that can be read is computed, and this token follows, drawn by this."""
         with self._lock:
             known = self._found[key]
             self._found[key] = msgspec.structs.replace(
@@ -246,7 +245,6 @@ class StreamProducer:
             self._directory.end(state.stream.key)
 
     def give_back(self, state: PrefillState) -> None:
-        """All workers have replaced the nonce of the request's fence."""
         if state.stream is not None:
             self._free_rows.append(state.stream.row)
             self._directory.end(state.stream.key)

@@ -297,7 +297,6 @@ class WorkerTables:
         return described({name: table.place for name, table in self.by_name.items()})
 
     def end(self, hold: Hold) -> None:
-        """Tell readers that a request's blocks are about to be freed."""
         if hold.fence_slot >= 0:
             self.fences.end(hold.fence_slot, hold.fence_nonce)
         if hold.stream_row >= 0 and self.progress is not None:

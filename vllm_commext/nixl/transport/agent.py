@@ -220,15 +220,12 @@ class NixlAgent:
         return self._agent.get_agent_metadata()
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load a peer's metadata and return its agent's name; from then on it has to be removed."""
         return self._agent.add_remote_agent(metadata)
 
     def connect(self, name: str) -> None:
-        """Connect to a peer that was added; its first read would do so, too, and wait for it."""
         self._agent.make_connection(name)
 
     def remove_peer(self, name: str) -> None:
-        """Forget a peer; none of its reads may be in flight."""
         self._agent.remove_remote_agent(name)
 
     def prepare(self, name: str, rows: UInt64Array, memory_type: str) -> Any:
@@ -244,7 +241,6 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
     def prepare_own(self, rows: UInt64Array) -> Any:
-        """Prepare a list of registered host memory of this worker, kept until ``close``."""
         self._own_lists.append(self.prepare("", rows, "DRAM"))
         return self._own_lists[-1]
 

@@ -43,7 +43,6 @@ class Table:
         self._cell_list = agent.prepare_own(self._rows(self.cells.ctypes.data, len(self.cells)))
 
     def of_peer(self, agent: NixlAgent, name: str, place: tuple[int, int]) -> RemoteTable:
-        """Prepare the table of this kind that a peer with this agent has at a ``place``."""
         assert self._cell_list is not None  # registered before there are peers
         prepared = agent.prepare(name, self._rows(*place), "DRAM")
         return RemoteTable(self, prepared, place[1], agent, self._cell_list)

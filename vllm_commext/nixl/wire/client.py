@@ -137,7 +137,6 @@ class SideChannel:
         return self._socket is not None
 
     def close(self) -> None:
-        """Hang up; nothing is said of what was asked.  It can be asked again."""
         self._questions.clear()
         self._hang_up()
         self._client.channels.pop(self, None)
@@ -215,7 +214,6 @@ class SideChannel:
             socket.close()
 
     def _fail(self, error: CommextError) -> None:
-        """Hang up, and say why; where something was asked, nothing is for a while."""
         questions = [*self._questions]
         self.close()
         if not questions:
@@ -299,7 +297,6 @@ class ClientThread(SideChannelClient):
         super().poll()
 
     def close(self) -> None:
-        """End the thread, bounded; may be called again."""
         self._is_closed = True
         self._wakeup.notify()
         if self._thread is not None:
@@ -324,7 +321,6 @@ class ClientThread(SideChannelClient):
 
 
 def _check_kind(reply: wire.AnyReply | wire.Refused, request: wire.AnyRequest) -> None:
-    """Raise ProtocolError where an answer is not of its question's kind."""
     if isinstance(reply, wire.Refused):
         raise ProtocolError(f"the prefill engine refused the handshake: {reply.reason[:1000]}")
     expected = _ANSWERS[type(request)]

@@ -166,7 +166,6 @@ class SideChannelSocket:
             self._end(os.strerror(status), status)
 
     def _move(self) -> bool:
-        """Send and receive what can be at once; True where something has come."""
         if self.error:
             return False
         try:
@@ -182,7 +181,6 @@ class SideChannelSocket:
         return bool(data)
 
     def _exchange(self) -> bytes:
-        """What has come, empty for nothing."""
         self._flush()
         if self._socket is not None:
             with contextlib.suppress(BlockingIOError):

@@ -267,7 +267,6 @@ class _Numbers:
         self._numbers = itertools.count(1)
 
     def take(self) -> bytes:
-        """The next nonce; safe for threads."""
         return self._asker + next(self._numbers).to_bytes(NONCE_BYTES - _ASKER_BYTES, "big")
 
 
