@@ -6,24 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_commext.allreduce.backends import push
-from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.launch import arguments_type
 from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
-
-
-@pytest.mark.parametrize(
-    ("source", "num_bytes"),
-    [
-        (push.ARGUMENTS, 8 * 5 + 8 * 4),
-        (fused.ARGUMENTS, 8 * 7 + 16 + 8 * 5 + 8 * 4),
-        (ipc.PEER_CHECK_ARGUMENTS, 8 * 2 + 8 * 4),
-    ],
-)
-def test_a_structure_has_the_bytes_of_its_source(source: str, num_bytes: int) -> None:
-    assert ctypes.sizeof(arguments_type(source, WORLD_SIZE=4)) == num_bytes
 
 
 def test_members_keep_their_order_and_types() -> None:

@@ -74,22 +74,21 @@ def test_a_workspace_that_is_dropped_is_cleaned_up(fakes: Fakes) -> None:
     assert (runtime.memory, runtime.opened) == ({}, [])
 
 
-def test_no_peer_access_fails_on_all_ranks_and_leaves_nothing(fakes: Fakes) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("refuse_mapping", "no peer access"),
+        ("loses_stores", "rank 1: UnsupportedError: expected a store from each peer"),
+    ],
+)
+def test_what_a_machine_cannot_do_fails_on_all_ranks_at_once_and_leaves_nothing(
+    fault: str, said: str, fakes: Fakes
+) -> None:
     runtime, group, _ = fakes
-    runtime.refuse_mapping = True
+    setattr(runtime, fault, True)
     errors = group.run(make)
     assert [type(error) for error in errors] == [UnsupportedError] * RANKS
-    assert "no peer access" in str(errors[0])
-    assert runtime.memory == {}
-
-
-def test_stores_that_do_not_arrive_fail_on_all_ranks_and_leave_nothing(fakes: Fakes) -> None:
-    """Before anything waits for them: a call would, for its whole time-out."""
-    runtime, group, _ = fakes
-    runtime.loses_stores = True
-    errors = group.run(make)
-    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
-    assert "rank 1: UnsupportedError: expected a store from each peer" in str(errors[0])
+    assert said in str(errors[0])
     assert (runtime.memory, runtime.opened) == ({}, [])
 
 
