@@ -36,7 +36,7 @@ WHEEL_NAME = r"{}-{}-cp310-abi3-(?:manylinux[0-9a-z_]+\.?)+\.whl"
 SDIST_NEEDS = {
     *("setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     *("SECURITY.md", "Makefile", "csrc/shm/ring.c", "tests/conftest.py", "tools/cpu_env.py"),
-    *("deploy/Dockerfile", "docs/architecture.md", "examples/1p1d/run.sh"),
+    *("deploy/Dockerfile", "docs/architecture.md", "examples/xpyd/run.sh"),
 }
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prometheus beside the engines and the proxy of ../1p1d, and every query of the dashboard asked once;
+# Prometheus beside the engines and the proxy of ../xpyd, and every query of the dashboard asked once;
 # see README.md.
 set -euo pipefail
 

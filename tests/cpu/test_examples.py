@@ -67,8 +67,8 @@ def test_two_namespaces_stand_for_two_hosts(tmp_path: Path) -> None:
 
 
 def test_one_prefill_and_one_decode_engine(tmp_path: Path) -> None:
-    ports = {"PREFILL_PORT": "18100", "DECODE_PORT": "18200", "PROXY_PORT": "18000"}
-    done = run_script("1p1d", tmp_path, SIDE_CHANNEL_PORT="15600", **ports)
+    ports = {"FIRST_PORT": "18100", "PROXY_PORT": "18000", "SIDE_CHANNEL_PORT": "15600"}
+    done = run_script("xpyd", tmp_path, PREFILL_TP="1", DECODE_TP="1", **ports)
     assert done.returncode == 0, done.stdout + done.stderr
     (read,) = (
         line
