@@ -21,41 +21,30 @@ class ConnectorConfig:
         backends: NIXL backends to create, in order of preference.
         backend_params: parameters of each backend, as NIXL's plug-ins name them; ``num_threads``
             of UCX is 4 where it is not set, and each thread holds doorbell pages on RDMA NICs.
-        enforce_handshake_compat: refuse a peer whose configuration differs (``True``), or warn and
-            go on where the bytes still have the same size and order (``False``).
-        require_fence: refuse request parameters without a fence (``True``), or warn and read blocks
-            that could have been freed unnoticed (``False``); see ``fence``.
+        enforce_handshake_compat: refuse a peer whose configuration differs, or warn and go on where
+            the bytes still have the same size and order.
+        require_fence: refuse request parameters without a fence, or warn and read blocks that could
+            have been freed unnoticed.
         side_channel_host: address that a prefill engine listens on and tells the decode engine.
         side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
-        side_channel_secret_file: file with a secret that both engines must prove to know, "" for
-            none; see ``seal``.
-        kv_lease_duration: how long a prefill engine keeps the blocks of a request after the last
-            sign of a reader; decode engines that wait or read give one each sixth of it.
-        kv_lease_max_duration: how long it keeps them at most, whatever the readers say.
+        side_channel_secret_file: "" for none; see ``seal``.
+        kv_lease_duration: a prefill engine keeps blocks for so long after the last sign of a
+            reader; decode engines that wait or read give one each sixth of it.
+        kv_lease_max_duration: it keeps them no longer, whatever the readers say.
         handshake_timeout: bound on the exchange with a peer that is new to this worker.
-        peers: side channels of prefill engines to connect to before the first request, as
-            ``host:port``; see ``decode.loader``.
-        transfer_timeout: a load fails when nothing of it has arrived for as long, although it was
+        peers: ``host:port`` of side channels to connect to before the first request.
+        transfer_timeout: a load fails when nothing of it has arrived for so long, although it was
             its turn; its blocks stay out of use until NIXL reports the end of its reads.
         max_bytes_in_flight: bytes that one worker reads from one prefill worker at a time; further
             loads wait for their turn, and one that is larger is read alone.
         host_copy: let peers read from a copy of the cache in host memory and write to the device
-            from there; for fabrics that do not reach the device's memory. It is also what
-            ``kv_buffer_device: cpu`` means beside a cache on another device.
-        stream_chunks: let prompts be read while they are computed, where a router sends a request
-            to both engines at once. See ``stream``.
-        stream_begin_timeout: how long a decode engine waits for a prefill engine to begin with such
-            a request.
-        reuse_blocks: let another decode engine that goes on with an answer of this one read its
-            blocks, and read those of answers that go on here. See ``reuse``.
-        reuse_lookup_timeout: how long such a request waits for what is there; then it is computed.
-        first_token_from_prefill: hand over the first token that was sampled after a prompt, and
-            answer with one that was handed over, where that is exact; see ``first_token``.
+            from there; also ``kv_buffer_device: cpu`` beside a cache on another device.
+        stream_begin_timeout: wait for a prefill engine to begin with a streamed request.
+        reuse_blocks: let a decode engine that goes on with another one's answer read its blocks.
+        reuse_lookup_timeout: wait for what others have; then it is computed.
         mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
             through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
-            See ``mapped``.
-        transport_probe: measure, when the first peer is reached, how fast its cache can be read,
-            and say so in the log.
+        transport_probe: measure how fast the first peer's cache can be read, and log it.
     """
 
     side_channel_host: str

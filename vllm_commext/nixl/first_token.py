@@ -1,30 +1,20 @@
 """Decides if the token that a prefill engine sampled after a prompt is the decode engine's first.
 
-The prefill engine hands it over, and the decode engine answers with it as soon as the request
-arrives, loads the KV cache of all N prompt tokens, and goes on with the second token.
-
-Why that is exact.  The first token is drawn from a distribution that follows from the model, the
-prompt, what the engine does to the logits, and the request's own parameters.
+The decode engine then answers with it at once, loads the KV cache of all N prompt tokens, and goes
+on with the second token.  That is exact where the token is drawn from the same distribution:
 
 - Model: ``Sampler.digest`` covers every fact of the engine that peers compare.  It travels with the
   token, since the token is used before the engines have shaken hands.
-- Prompt: the parameters are bound to it token by token, adapter and salt included; the caller has
-  compared them.  Images and embeddings go the usual way, and so does what continues a session.
+- Prompt: the caller has compared it, adapter, salt and weights included.  Images, embeddings and
+  continued sessions go the usual way.
 - Logits: an engine that speculates, that watermarks or that has logits processors of its own
   neither offers a token nor uses one.
-- Parameters: everything that a request can ask for beside temperature, top-p, top-k and min-p goes
-  the usual way, also what a later vLLM may add.  These four must be the same in both engines.  What
-  decides where an answer ends (``max_tokens``, stop strings and tokens, ``ignore_eos``) decides
-  nothing about its first token, and is the decode engine's.
+- Parameters: temperature, top-p, top-k and min-p are the same in both engines; what ends an answer
+  does not count; everything else, also of a later vLLM, goes the usual way.
 
-A greedy token is then the one that a single engine computes, and a token drawn without a seed is a
-draw from the same distribution, independent of the later ones.  With a seed the second token
-depends on the state that drawing the first one leaves in the request's generator, which the decode
-engine would not have: such requests go the usual way.  So do the samples of one request with
-``n`` above 1, which must be independent of one another.  After the first token a decode engine's
-scheduler takes it for the last token of the prompt, which no remaining parameter can tell.
-
-Pure: looks at vLLM's requests, imports nothing of vLLM.
+So do seeds, as the second token depends on the state that the first one's drawing leaves, and the
+samples of one request, which must be independent.  Afterwards the scheduler takes the token for the
+last one of the prompt, which no remaining parameter can tell.  Imports nothing of vLLM.
 """
 
 from __future__ import annotations
