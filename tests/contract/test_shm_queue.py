@@ -24,6 +24,7 @@ from vllm_commext.shm.queue import MessageQueue
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
 pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).with_name("queue_ranks.py")
 STOCK = "vllm.distributed.device_communicators.shm_broadcast"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
 OURS, THEIRS = "GroupMessageQueue", "MessageQueue"
@@ -92,9 +93,7 @@ def test_two_kinds_of_queue_refuse_one_another_at_attach() -> None:
 def test_groups_of_both_kinds(hosts: str, classes: list[list[str]]) -> None:
     """A group on two hosts is left to vLLM's class. Of the queues to one rank of the world only
     that rank's own is on its host: vLLM counts one rank a host with CPUs."""
-    script = Path(__file__).with_name("queue_group_rank.py")
-    ports = (str(free_port()), str(free_port()))
-    results = ranks(script, 3, *ports, hosts)
+    results = ranks(SCRIPT, 3, hosts, str(free_port()), str(free_port()))
     total = sum(range(100_000))
     everyone = ["from 0", "from 1", "from 2"]
     received = [[total, total, everyone], [total, total, []], [total, total, []]]
@@ -104,8 +103,7 @@ def test_groups_of_both_kinds(hosts: str, classes: list[list[str]]) -> None:
 def test_the_queues_of_vllms_groups_and_of_an_executor_over_hosts() -> None:
     """Tensor, decode context and inner data parallelism; `external_writer_handle`, and `blocking`
     off. With CPUs vLLM counts one rank a host: the second one's answers come over the network."""
-    script = Path(__file__).with_name("queue_coordinator_rank.py")
-    results = ranks(script, 2, str(free_port()))
+    results = ranks(SCRIPT, 2, "coordinator", str(free_port()))
     groups = ["tp:0", "dcp:0", "inner_dp_world:0", "from who is in no group"]
     assert results == [[[OURS] * 5, [*groups, [0, 1]]], [[OURS] * 4 + [THEIRS], [*groups, []]]]
 
