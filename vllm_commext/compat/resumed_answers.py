@@ -33,26 +33,20 @@ class PieceCollector(RequestOutputCollector):
     """
 
     def begin(self, answer: list[int]) -> None:
-        self._answer, self.num_left = answer, len(answer)
+        self.answer, self.num_left = answer, len(answer)
         self.is_repeating = False
         self._outputs: deque[Any] = deque()
         self._num_apart = 0
 
-    def repeats(self, outputs: list[Any]) -> bool:
-        """True for outputs of `first_token`: of one request, from the answer's beginning on.
-
-        vLLM's own are of a request each.
-        """
-        first, *others = outputs
-        has_begun = self.num_left < len(self._answer)
-        is_whole = first.new_token_ids == self._answer
-        return has_begun or is_whole or any(one.request_id == first.request_id for one in others)
-
     def put(self, output: Any) -> None:
+        last = self._outputs[-1] if len(self._outputs) > self._num_apart else None
         if isinstance(output, Exception):
             self._outputs.clear()
-        elif len(self._outputs) > self._num_apart:
-            self._outputs[-1].add(output, aggregate=self.aggregate)
+            self._num_apart = 0
+        elif isinstance(last, Exception):
+            return
+        elif last is not None:
+            last.add(output, aggregate=self.aggregate)
             return
         self._outputs.append(output)
         self._num_apart += self.is_repeating
@@ -80,8 +74,6 @@ class PieceCollector(RequestOutputCollector):
 
 _waiting: WeakValueDictionary[str, PieceCollector] = WeakValueDictionary()
 """Collectors of requests with an answer, by request, until it is repeated or another one begins."""
-
-
 Process = Callable[..., Any]
 
 
@@ -146,21 +138,24 @@ def processed(
 
 
 def _answer_of(request: Any) -> list[int]:
-    sampling = request.sampling_params
-    params = (getattr(sampling, "extra_args", None) or {}).get("kv_transfer_params")
+    params = (getattr(request.sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
     answer = params.get(ANSWER) if isinstance(params, dict) else None
     return answer if isinstance(answer, list) else []
 
 
 def _repeating(outputs: list[Any]) -> PieceCollector | None:
-    """The collector of the answer that these outputs repeat, None where they do not."""
-    queue = _waiting.get(outputs[0].request_id) if outputs else None
-    if queue is None:
+    """The collector of the answer that these outputs of `first_token` repeat, None for others.
+
+    vLLM's own are of a request each, and the first one of a request has not the whole answer.
+    """
+    if not outputs or (queue := _waiting.get(outputs[0].request_id)) is None:
         return None
-    is_repeated = queue.repeats(outputs)
+    first, *others = outputs
+    has_begun = queue.num_left < len(queue.answer) or first.new_token_ids == queue.answer
+    is_repeated = has_begun or any(one.request_id == first.request_id for one in others)
     queue.num_left -= sum(len(one.new_token_ids) for one in outputs)
     if not is_repeated or queue.num_left <= 0:
-        del _waiting[outputs[0].request_id]
+        del _waiting[first.request_id]
     return queue if is_repeated else None
 
 
