@@ -15,11 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.attack import proxy_attacks, side_attacks
+from tests.attack import proxy_attacks, share_attacks, side_attacks
 from tests.attack import refused as refused_requests
 from tests.attack.judge import Attack, Verdict, judge
 
-ATTACKS: tuple[Attack, ...] = (*proxy_attacks.ATTACKS, *side_attacks.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (
+    *(*proxy_attacks.ATTACKS, *share_attacks.ATTACKS, *side_attacks.ATTACKS),
+)
 _HEAD = (
     "| attack | others, p50 | longest | of that stolen | without attack | memory | free after | |"
 )

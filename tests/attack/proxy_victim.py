@@ -15,14 +15,43 @@ from pathlib import Path
 from tests.attack.judge import soft_limit
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import ProxyServer, Server
-from tests.unit.proxy.conftest import Behaviour, EngineServer, decode_ok, hanging, prefill_ok
+from tests.unit.proxy.conftest import (
+    Behaviour,
+    Call,
+    EngineServer,
+    decode_ok,
+    hanging,
+    prefill_ok,
+)
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
-_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, "decode": decode_ok}
 # Its own, and connections to engines that are kept for a moment.
 _OWN_DESCRIPTORS = 40
-SILENT_MODELS = "silent-models"
+SILENT_MODELS, ENDLESS_PAGE, FLOOD = "silent-models", "endless-page", "flood"
+_PAGE = b'vllm:other{engine="0"} 1.0\n' * 2000
+_EVENTS = b'data: {"choices": [{"text": "w"}]}\n\n' * 500
+
+
+class EndlessPage(EngineServer):
+    """Its metrics page has no end."""
+
+    async def _answer(self, call: Call) -> bool:
+        if call.path != "/metrics":
+            return await super()._answer(call)
+        await call.begin_stream()
+        while True:
+            await call.chunk(_PAGE)
+
+
+async def flood(call: Call) -> None:
+    """A stream without end as fast as it is taken, where a stream is asked for."""
+    if not call.body.get("stream"):
+        await decode_ok(call)
+        return
+    await call.begin_stream()
+    while True:
+        await call.chunk(_EVENTS)
 
 
 @dataclass
@@ -82,8 +111,12 @@ def _engine(folder: Path, behaviour: str) -> Server:
     return Server(behaviour, command, folder, port=port)
 
 
+_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, FLOOD: flood}
+
+
 async def _serve(behaviour: str, port: int) -> None:
-    engine = EngineServer(_BEHAVIOURS.get(behaviour, decode_ok), port=port)
+    kind = EndlessPage if behaviour == ENDLESS_PAGE else EngineServer
+    engine = kind(_BEHAVIOURS.get(behaviour, decode_ok), port=port)
     if behaviour == SILENT_MODELS:
         engine.models = hanging
     async with engine.running():

@@ -27,6 +27,8 @@ GENERATE = "/inference/v1/generate"
         {"prompt": [LONG[:100_000], LONG[100_000:]]},
         {"prompt": "a", "n": 50_000 // 3},
         {"prompt": "w" * 4000, "best_of": 50},
+        {"prompt": "w" * 4000, "n": "50"},
+        {"prompt": "w" * 4000, "n": 50.0},
         {"prompt_embeds": LONG},
         {"messages": [TEXTS]},
         {"messages": [[{"role": "user", "content": LONG[:100_000]}]] * 2},
@@ -312,4 +314,10 @@ async def test_a_stream_of_nothing_is_no_answer_either(kit: Any, path: str) -> N
                 engine.behave = kit.streaming(event, event, b"data: [DONE]\n\n")
             response = await cluster.ask({"prompt": "a", "messages": [], "stream": True}, path)
             assert response.status == 502, content
+            assert (await response.json())["error"]["type"] == "bad_answer"
+        for pieces in ((b": ping\n\n", b"data: [DONE]\n\n"), (b"event: x\n\n",), ()):
+            for engine in cluster.decode:
+                engine.behave = kit.streaming(*pieces)
+            response = await cluster.ask({"prompt": "a", "messages": [], "stream": True}, path)
+            assert response.status == 502, pieces
             assert (await response.json())["error"]["type"] == "bad_answer"

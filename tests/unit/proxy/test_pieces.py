@@ -26,6 +26,8 @@ from vllm_commext.proxy.http.body import encode, members_of
 from vllm_commext.proxy.http.endpoints import CHAT, lack_of, price
 from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session.resume import Room
+from vllm_commext.proxy.session.transcript import Transcript
 
 PIECE_SECONDS = 0.005
 TRIES = 3
@@ -130,6 +132,25 @@ def test_engines_answers_are_judged_in_short_pieces(name: str) -> None:
             assert piece_seconds(lambda: ask(event)) < PIECE_SECONDS  # noqa: B023
         prefilled = b'{"kv_transfer_params": {"remote_block_ids": %s}}' % told
         assert longest_step(lambda: members_of(prefilled))[0] < PIECE_SECONDS  # noqa: B023
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("before", [b'"text":"a",', b'"delta":{"content":"a"},', b""])
+def test_events_are_passed_on_in_short_pieces(name: str, before: bytes) -> None:
+    """In the place of each member of a choice, at first and behind ordinary events."""
+    for member in (b"x", b"text", b"delta", b"logprobs", b"token_ids", b"prompt_token_ids"):
+        told = b'{"id":"c","choices":[{"index":0,%s"token_ids":[1],"%s":%s}]}'
+        event = b"data: " + told % (before, member, HARD[name][: 1 << 20]) + b"\n\n"
+        plain = b"data: " + told % (before, b"x", b"1") + b"\n\n"
+        for events in ((event,), (plain, plain, event, plain)):
+
+            def passed(events: tuple[bytes, ...] = events) -> Generator[None, None, None]:
+                transcript = Transcript(Room(1 << 28), {"stream": True}, 100)
+                for one in events:
+                    transcript.pass_on(one)
+                    yield
+
+            assert longest_step(passed)[0] < PIECE_SECONDS
 
 
 class Page:

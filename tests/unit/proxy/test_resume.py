@@ -243,7 +243,7 @@ LEFT: dict[str, tuple[bytes, Resume]] = {
     "text": (b"data: hello\n\n", Resume.NOT_TOLD),
     "an error of the request's": (b'data: {"error":{"code":400}}\n\n', Resume.NOT_TOLD),
     "more than there is room for": (
-        says(0, delta={"content": "a" * ROOM_BYTES}, token_ids=[]),
+        says(0, delta={"content": "a" * 8192}, token_ids=[]) * (ROOM_BYTES // 8192),
         Resume.NO_ROOM,
     ),
 }

@@ -24,6 +24,8 @@ MIN_WEIGHT = 16.0
 MAX_SHARE = 0.25
 """Of an engine's memory, what a single block or session counts for at most."""
 _DIGEST_BYTES = 12
+MAX_NAME_BYTES = 64 << 10
+"""Looked at of a model's name or a salt."""
 T = TypeVar("T")
 
 
@@ -54,7 +56,7 @@ def prefix_of(body: Mapping[str, Any], endpoint: Endpoint, session: str | None) 
 
 
 def _name(value: Any) -> bytes:
-    return _digest(value.text if isinstance(value, RawJson) else dumps(value))
+    return _digest(value.text[:MAX_NAME_BYTES] if isinstance(value, RawJson) else dumps(value))
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:

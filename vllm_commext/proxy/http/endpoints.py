@@ -33,8 +33,8 @@ class Endpoint:
     """name: a metric's label. prompt: members that become the prompt, in the order in which
     templates write them. answer: a member of every answer. lengths: members that bound the answer.
     is_split: a prefill and a decode engine may share it; then its streams may be resumed and moved,
-    too. computes: it takes an engine's accelerator. keeps: its engine knows the answer by its
-    id."""
+    too. computes: it takes an engine's accelerator. keeps: its engine knows the answer by its id.
+    is_free_form: an answer need not be JSON."""
 
     name: str
     prompt: tuple[str, ...]
@@ -43,6 +43,7 @@ class Endpoint:
     is_split: bool = False
     computes: bool = True
     keeps: bool = False
+    is_free_form: bool = False
 
 
 COMPLETIONS = Endpoint("completions", ("prompt_embeds", "prompt", "suffix"), is_split=True)
@@ -58,7 +59,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
         keeps=True,
     ),
     "/inference/v1/generate": Endpoint("generate", ("features", "content_parts", "token_ids")),
-    "/v1/embeddings": Endpoint("embeddings", ("input", "messages"), "data"),
+    "/v1/embeddings": Endpoint("embeddings", ("input", "messages"), "data", is_free_form=True),
     "/v1/messages/count_tokens": Endpoint(
         "count_tokens", ("system", *_TEMPLATE, "messages"), "input_tokens", computes=False
     ),
@@ -94,8 +95,14 @@ def price(body: Mapping[str, Any]) -> int:
 
 
 def _num_samples(body: Mapping[str, Any]) -> int:
-    given = (holder.get(name) for holder in _holders(body) for name in _SAMPLES)
-    return min(max([1, *(n for n in given if isinstance(n, int))]), MAX_SAMPLES)
+    given = (_count(holder.get(name)) for holder in _holders(body) for name in _SAMPLES)
+    return min(max(1, *given), MAX_SAMPLES)
+
+
+def _count(value: Any) -> int:
+    """Number of samples, as loosely as engines read it."""
+    is_text = isinstance(value, str) and value.isdecimal() and len(value) < 8
+    return int(value) if is_text or isinstance(value, int | float) else 1
 
 
 def _holders(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

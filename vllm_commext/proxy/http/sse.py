@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vllm_commext.proxy.http.body import decode
 from vllm_commext.proxy.http.endpoints import CHOICES, COMPLETIONS, holds, lack_of
 
-MAX_HELD_BYTES = 8 << 20
+MAX_HELD_BYTES = 2 << 20
 _ABORT = b'"abort"'
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENVELOPE = frozenset(
@@ -75,18 +75,22 @@ def with_cached_tokens(events: bytes, cached: Cached) -> bytes:
 
 
 def opening_error(events: bytes) -> tuple[int, bytes] | None:
-    for content in _contents(events):
+    """Code and body of the error that *events* begin with, or None: what comes behind a token is
+    the stream's."""
+    for content in _contents(events) or ():
         error = content.get("error")
         if isinstance(error, dict):
             code = error.get("code")
             return (code if isinstance(code, int) else 500), json.dumps(content).encode()
+        if not (_is_void(content) or _is_role_alone(content)):
+            break
     return None
 
 
 def opens_aborted(events: bytes) -> bool:
     if _ABORT not in events:
         return False
-    contents = _contents(events)
+    contents = _contents(events) or []
     said = [_says(choice) for content in contents for choice in _choices(content)]
     return not any(said) and any(map(_has_aborted, contents))
 
@@ -116,9 +120,7 @@ def says_nothing(events: bytes) -> bool:
     """True for a chat's role, usage, an event that holds nothing, or the end mark alone, as vLLM
     0.32 ends a completion that is aborted before its first token."""
     contents = _contents(events)
-    if not contents:
-        return events.strip() == DONE
-    return all(_is_void(one) or _is_role_alone(one) for one in contents)
+    return contents is not None and all(_is_void(one) or _is_role_alone(one) for one in contents)
 
 
 def _is_void(content: Mapping[str, Any]) -> bool:
@@ -127,22 +129,22 @@ def _is_void(content: Mapping[str, Any]) -> bool:
     return all(value is None or name in _ENVELOPE for name, value in content.items())
 
 
-def _contents(events: bytes) -> list[dict[str, Any]]:
-    """JSON objects of *events*; none if there is anything else, or much."""
+def _contents(events: bytes) -> list[dict[str, Any]] | None:
+    """JSON objects of *events*; None if there is other data, or much."""
     contents: list[dict[str, Any]] = []
     if MAX_DECODED_BYTES < len(events) <= MAX_READ_BYTES:
         events = _NUMBERS.sub(b"[]", events)
     if len(events) > MAX_DECODED_BYTES:
-        return []
+        return None
     for line in events.split(b"\n"):
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
         try:
             content = decode(line[5:])
         except (ValueError, RecursionError):
-            return []
+            return None
         if not isinstance(content, dict):
-            return []
+            return None
         contents.append(content)
     return contents
 

@@ -253,12 +253,21 @@ async def read_opening(
     first, is_whole = await _beginning(response)
     if is_aborted(first):
         raise aborted(engine)
-    is_json = is_whole and response.content_type == "application/json"
-    if response.status < 400 and not first:
-        raise bad_answer(engine, "no byte")
-    if response.status < 400 and is_json and (missing := lack_of(endpoint, first)):
-        raise bad_answer(engine, missing)
+    if response.status < 400:
+        _check_whole(engine, response, endpoint, first if is_whole else b"")
+        if not first:
+            raise bad_answer(engine, "no byte")
     return first, None
+
+
+def _check_whole(
+    engine: Engine, response: aiohttp.ClientResponse, endpoint: Endpoint, whole: bytes
+) -> None:
+    is_json = response.content_type == "application/json"
+    if not is_json and not endpoint.is_free_form:
+        raise bad_answer(engine, f"{response.content_type} in place of application/json")
+    if is_json and whole and (missing := lack_of(endpoint, whole)):
+        raise bad_answer(engine, missing)
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:

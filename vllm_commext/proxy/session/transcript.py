@@ -21,6 +21,9 @@ _TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
 _END = b"\n\n"
 _IDS = b'"token_ids":['
+MAX_EVENT_BYTES, MAX_PROMPT_BYTES = 64 << 10, 1 << 20
+"""Of an event, without and with the prompt's ids; a stream with a larger one is not resumed."""
+_PROMPT = b'"prompt_token_ids":['
 _PROMPT_IDS = re.compile(rb'("prompt_token_ids":)\[[\d,]*\]')
 _GIVEN_UP = ("abort", "error")
 _PLAIN = {
@@ -185,6 +188,8 @@ class Transcript:
     def _pass_on(self, event: bytes) -> bytes:
         if self.has_failed:
             return b""
+        if len(event) > MAX_EVENT_BYTES and self.refusal is None and _is_large(event):
+            return self._shown(event) if self.settle() else self._leave(Resume.NOT_TOLD, event)
         if self._field and (passed := self._pass_plain(event)) is not None:
             return passed
         if self.settle() is None:
@@ -362,6 +367,13 @@ class Transcript:
             self.refusal = reason
             self.close()
         return b""
+
+
+def _is_large(event: bytes) -> bool:
+    """True for an event that would take long to read; a prompt's ids are skipped."""
+    begin = event.find(_PROMPT)
+    end = event.find(b"]", begin) if begin >= 0 else begin
+    return len(event) - (end - begin) > MAX_EVENT_BYTES or len(event) > MAX_PROMPT_BYTES
 
 
 def _is_given_up(error: Any, choice: _Choice | None) -> bool:

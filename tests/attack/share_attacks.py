@@ -1,0 +1,214 @@
+"""Work that one client, or one engine, might have others wait for: what needs no key, what is not
+counted, what is done in one piece, and what is not bounded."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.attack.judge import Attack, Victim
+from tests.attack.proxy_victim import BOUND_SECONDS, ProxyVictim, proxy
+from tests.kit.ports import LOOPBACK
+from vllm_commext.proxy.server import raise_limit
+
+MIB = 1 << 20
+SECONDS = 6.0
+OTHER = "127.0.0.2"
+"""Attackers' address, so that the limit of one address is theirs alone."""
+_LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def _connected(victim: Victim) -> socket.socket:
+    assert isinstance(victim, ProxyVictim)
+    return socket.create_connection((LOOPBACK, victim.port), 10, source_address=(OTHER, 0))
+
+
+def _posted(content: bytes, path: str = "/v1/completions") -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json")
+    return "\r\n".join((*lines, f"Content-Length: {len(content)}", "", "")).encode() + content
+
+
+def _again_and_again(victim: Victim, data: bytes, number: int, *, reads: bool = True) -> None:
+    """Send *data* on *number* connections for a while, each as soon as it can take more."""
+    ones = [_connected(victim) for _ in range(number)]
+    left = {one.fileno(): (one, data) for one in ones}
+    poller = select.epoll()
+    for one in ones:
+        one.setblocking(False)
+        poller.register(one, select.EPOLLOUT | (select.EPOLLIN if reads else 0))
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        for number, events in poller.poll(0.1):
+            one, rest = left[number]
+            with suppress(OSError):
+                if events & select.EPOLLIN:
+                    one.recv(1 << 16)
+                rest = rest[one.send(rest) :]
+            left[number] = one, rest or data
+
+
+def _preflights(victim: Victim) -> None:
+    """Questions of browsers, for which no key is needed."""
+    asked = b"OPTIONS /v1/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://page\r\n\r\n"
+    ones = [_connected(victim) for _ in range(1200)]
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        for one in ones[:: max(1, len(ones) // 200)]:
+            with suppress(OSError):
+                one.sendall(asked)
+                one.recv(1 << 14)
+
+
+def _objects(victim: Victim) -> None:
+    """Parameters of many small lists, where they were decoded in one piece; no engine gets them."""
+    lists = b"[" + b"[]," * (600 << 10) + b"[]]"
+    for name in (b"vllm_xargs", b"sampling_params", b"kv_transfer_params", b"stop"):
+        inner = lists if name == b"stop" else b'{"a": %s}' % lists
+        body = b'{"%s": %s, "kv_transfer_params": {"remote_host": %s}}' % (name, inner, lists)
+        end = time.monotonic() + SECONDS / 4
+        while time.monotonic() < end:
+            with _connected(victim) as one, suppress(OSError):
+                one.sendall(_posted(body))
+                one.recv(1 << 14)
+
+
+def _pages(victim: Victim) -> None:
+    """An engine's metrics page has no end: nothing is to be sent for that."""
+    del victim
+    time.sleep(SECONDS)
+
+
+def _connections(victim: Victim) -> None:
+    """More requests at once than one address may have connections: each hears of it.
+
+    Raises:
+        RuntimeError: some were reset.
+    """
+    raise_limit()
+    answers: dict[str, int] = {}
+    for _ in range(2):
+        ones: list[socket.socket] = []
+        for _ in range(2300):
+            one = _connected(victim)
+            one.sendall(_LIVE)
+            ones.append(one)
+            time.sleep(0.0005)
+        for one in ones:
+            try:
+                told = one.recv(1 << 12)[9:12].decode() or "nothing"
+            except OSError as error:
+                told = type(error).__name__
+            answers[told] = answers.get(told, 0) + 1
+            one.close()
+    if set(answers) - {"200", "503"}:
+        raise RuntimeError(f"expected 200 or 503 alone, got {answers}")
+
+
+def _instant(victim: Victim) -> None:
+    """Nine hundred requests in one instant."""
+    raise_limit()
+    ones = [_connected(victim) for _ in range(900)]
+    body = _posted(json.dumps({"prompt": "hello", "max_tokens": 3}).encode())
+    for _ in range(2):
+        for one in ones:
+            one.sendall(body)
+        for one in ones:
+            one.recv(1 << 14)
+
+
+def _engines(victim: Victim) -> None:
+    """A file that names ever more engines, and too many."""
+    assert isinstance(victim, FileVictim)
+    for number in (300, 4000, 900, 0):
+        victim.name(number)
+        time.sleep(SECONDS / 3)
+
+
+def _unread_streams(victim: Victim) -> None:
+    """Streams that nobody reads, of an engine that sends as fast as it can."""
+    body = _posted(json.dumps({"prompt": "flood", "stream": True}).encode())
+    ones = [_connected(victim) for _ in range(100)]
+    for one in ones:
+        one.sendall(body)
+    time.sleep(SECONDS)
+
+
+@dataclass
+class LiveVictim(ProxyVictim):
+    """A proxy that others ask whether it lives: its requests may have to wait for theirs."""
+
+    def honest(self) -> None:
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=BOUND_SECONDS)
+        try:
+            connection.request("GET", "/live")
+            status = connection.getresponse().status
+        finally:
+            connection.close()
+        if status != 200:
+            raise ValueError(f"expected 200, got {status}")
+
+
+@contextmanager
+def alive(folder: Path) -> Iterator[LiveVictim]:
+    with proxy(folder) as victim:
+        yield LiveVictim(victim.proxy, victim.engines)
+
+
+@dataclass
+class FileVictim(ProxyVictim):
+    """A proxy whose engines a file names, too."""
+
+    path: Path
+
+    def name(self, number: int) -> None:
+        urls = [f"http://127.0.0.3:{port}" for port in range(20_000, 20_000 + number)]
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"decode": urls}))
+        new.rename(self.path)
+
+    def held(self) -> Mapping[str, float]:
+        return {}
+
+
+@contextmanager
+def by_a_file(folder: Path) -> Iterator[FileVictim]:
+    path = folder / "engines.json"
+    path.write_text("{}")
+    with proxy(folder, "--engines-file", str(path)) as victim:
+        yield FileVictim(victim.proxy, victim.engines, path)
+
+
+@contextmanager
+def few_places(folder: Path) -> Iterator[ProxyVictim]:
+    with proxy(folder, "--max-in-flight", "32") as victim:
+        yield victim
+
+
+@contextmanager
+def endless_pages(folder: Path) -> Iterator[ProxyVictim]:
+    with proxy(folder, decode="endless-page") as victim:
+        yield victim
+
+
+@contextmanager
+def floods(folder: Path) -> Iterator[ProxyVictim]:
+    with proxy(folder, decode="flood") as victim:
+        yield victim
+
+
+ATTACKS = (
+    Attack("preflights", "proxy", few_places, _preflights),
+    Attack("objects", "proxy", proxy, _objects),
+    Attack("pages", "proxy", endless_pages, _pages),
+    Attack("connections", "proxy", proxy, _connections, 30.0),
+    Attack("instant", "proxy", alive, _instant, 30.0),
+    Attack("engines", "proxy", by_a_file, _engines),
+    Attack("unread_streams", "proxy", floods, _unread_streams),
+)
