@@ -90,7 +90,7 @@ async def allow_browsers(request: web.Request) -> web.Response:
     asked = request.headers.get(_ASKED_HEADERS, "")
     allowed = {
         "Access-Control-Allow-Origin": "*",
-        "Access-Control-Allow-Methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT",
+        "Access-Control-Allow-Methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, QUERY",
         "Access-Control-Allow-Headers": asked if asked and asked.isascii() else "*",
         "Access-Control-Max-Age": "600",
     }
