@@ -528,13 +528,26 @@ FAILURE = b'data: {"error": {"message": "a parser raised", "code": 500}}\n\n'
 @pytest.mark.parametrize("apart", [0, 3, MIN_APART], ids=["one place", "near", "far"])
 async def test_a_stream_that_a_second_engine_fails_at_one_place_ends(kit: Any, apart: int) -> None:
     words = [[(number, f"w{number} ")] for number in range(1, 6 * MIN_APART)]
+    got = bytearray()
+
+    def failing(events: list[bytes]) -> Any:
+        async def behave(call: Any) -> None:
+            await call.begin_stream()
+            await call.chunk(b"".join(events))
+            await kit.until(lambda: got.count(b"\n\n") >= len(events), "the client to have them")
+            await call.chunk(FAILURE + DONE)
+            await call.end_stream()
+
+        return behave
+
     async with kit.cluster(num_decode=4) as cluster:
         for number, engine in enumerate(cluster.decode):
-            events = stream(number, COMPLETIONS, words)[: 2 * MIN_APART + number * apart]
-            engine.behave = answering([*events, FAILURE + DONE])
+            events = stream(number, COMPLETIONS, words)
+            engine.behave = failing(events[: 2 * MIN_APART + number * apart])
         async with cluster.post({"prompt": "hello", "stream": True}) as response:
-            got = await response.read()
-        assert contents(got)[-1] == json.loads(FAILURE[6:])
+            async for piece in response.content.iter_any():
+                got += piece
+        assert contents(bytes(got))[-1] == json.loads(FAILURE[6:])
         num_asked = 1 + MAX_RESUMES if apart == MIN_APART else 2
         assert sum(len(one.calls) for one in cluster.decode) == num_asked
         assert result(Resume.FAILED) in await cluster.metrics()

@@ -151,7 +151,7 @@ async def serve(seed: int) -> None:
 
         monkeypatch.setattr(Life, "enter", entering)
         with suppress(ProxyError, ClientGoneError):
-            await one.serve(asked, SimpleNamespace(release=lambda: None))  # type: ignore
+            await one.serve(asked, SimpleNamespace(release=lambda: None, num_bytes=9))  # type: ignore
     assert one.life.phase is Phase.DONE
     assert set(taken) <= WAYS
     assert [new for _, new in taken[:-1]] == [old for old, _ in taken[1:]]

@@ -55,7 +55,7 @@ class Session:
         try:
             try:
                 opened = self._opened = await self._steps.open()
-                await self._asked.forget(self._transcript)
+                await self._asked.forget(self._transcript, intake.num_bytes)
             finally:
                 intake.release()
             return await self._answer(request, opened)

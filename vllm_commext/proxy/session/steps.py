@@ -39,6 +39,8 @@ from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+SMALL_BYTES = 4 << 10  # of a body that is kept as it came
+
 
 class Service:
     """What all requests share."""
@@ -98,22 +100,19 @@ class Asked:
     def body(self) -> Mapping[str, Any]:
         return self._body if self._transcript is None else self._transcript.body
 
-    @property
-    def request_id(self) -> str:
-        return self.headers.get("X-Request-Id", "")
-
-    async def forget(self, transcript: Transcript | None) -> None:
-        """Have *transcript* keep the body as far as it may be sent again."""
-        taking = compacted(self._body if transcript is not None else {})
-        try:
-            while True:
-                next(taking)
-                await asyncio.sleep(0)
-        except StopIteration as end:
-            self._body = end.value
-        if transcript is not None:
-            transcript.keep(self._body, sum(map(len, encode(self._body))))
-            self._body, self._transcript = {}, transcript
+    async def forget(self, transcript: Transcript | None, num_bytes: int) -> None:
+        """Have *transcript* keep the body, of *num_bytes*, as far as it may be sent again."""
+        if transcript is not None and num_bytes <= SMALL_BYTES:
+            transcript.keep(self._body, num_bytes)
+        elif transcript is not None:
+            taking = compacted(self._body)
+            try:
+                while True:
+                    next(taking)
+                    await asyncio.sleep(0)
+            except StopIteration as end:
+                transcript.keep(end.value, sum(map(len, encode(end.value))))
+        self._body, self._transcript = {}, transcript
 
 
 @dataclass(eq=False)
@@ -252,7 +251,7 @@ class Attempt:
             logger.warning(
                 "request %s ended before a decode engine answered: unless one has read them, "
                 "%s keeps its KV blocks until their lease expires",
-                *(self._asked.request_id, prefilled.engine.name),
+                *(self._asked.headers["X-Request-Id"], prefilled.engine.name),
             )
 
     def blame(self, error: ProxyError) -> None:
@@ -309,7 +308,9 @@ class Attempt:
         if isinstance(opened, ProxyError):
             if prefilled is None or not opened.can_restart:
                 raise opened
-            logger.warning("request %s is not streamed: %s", self._asked.request_id, opened)
+            logger.warning(
+                "request %s is not streamed: %s", self._asked.headers["X-Request-Id"], opened
+            )
             return None
         if prefilled is not None:
             opened.cached_tokens = self._tries.cached_tokens = prefilled.cached_tokens
