@@ -243,8 +243,10 @@ class Connection(web.RequestHandler):
 
     def has_come(self) -> bool:
         """True if anything is there that has not been read, an end of the connection included."""
-        poller = select.poll()
-        poller.register(self._client.get_extra_info("socket").fileno(), select.POLLIN)
+        number, poller = self._client.get_extra_info("socket").fileno(), select.poll()
+        if number < 0:
+            return True
+        poller.register(number, select.POLLIN)
         return bool(poller.poll(0))
 
     def connection_lost(self, exc: BaseException | None) -> None:
