@@ -28,7 +28,9 @@ BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
 # Its own, and connections to engines that are kept for a moment.
 _OWN_DESCRIPTORS = 40
-SILENT_MODELS, ENDLESS_PAGE, FLOOD = "silent-models", "endless-page", "flood"
+SILENT_MODELS, ENDLESS_PAGE = "silent-models", "endless-page"
+FLOOD, MOODY = "flood", "moody"
+_GIVEN_UP = b'{"choices": [{"text": "w", "finish_reason": "abort"}]}'
 _PAGE = b'vllm:other{engine="0"} 1.0\n' * 2000
 _EVENTS = b'data: {"choices": [{"text": "w"}]}\n\n' * 500
 
@@ -111,7 +113,14 @@ def _engine(folder: Path, behaviour: str) -> Server:
     return Server(behaviour, command, folder, port=port)
 
 
-_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, FLOOD: flood}
+async def moody(call: Call) -> None:
+    """Give up some requests, and fail others, as their prompts say."""
+    told = {"abort": (200, _GIVEN_UP), "fail": (500, b'{"error": {"message": "a bug"}}')}
+    status, content = told.get(call.body["prompt"], (0, b""))
+    await (call.answer(status, content) if status else decode_ok(call))
+
+
+_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, FLOOD: flood, MOODY: moody}
 
 
 async def _serve(behaviour: str, port: int) -> None:

@@ -35,23 +35,22 @@ def _posted(content: bytes, path: str = "/v1/completions") -> bytes:
     return "\r\n".join((*lines, f"Content-Length: {len(content)}", "", "")).encode() + content
 
 
-def _again_and_again(victim: Victim, data: bytes, number: int, *, reads: bool = True) -> None:
-    """Send *data* on *number* connections for a while, each as soon as it can take more."""
+def _again_and_again(victim: Victim, data: bytes, number: int) -> None:
+    """Send *data* on *number* connections for a while, on each when it was answered."""
     ones = [_connected(victim) for _ in range(number)]
-    left = {one.fileno(): (one, data) for one in ones}
+    by_number = {one.fileno(): one for one in ones}
     poller = select.epoll()
     for one in ones:
-        one.setblocking(False)
-        poller.register(one, select.EPOLLOUT | (select.EPOLLIN if reads else 0))
+        one.sendall(data)
+        poller.register(one, select.EPOLLIN)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        for number, events in poller.poll(0.1):
-            one, rest = left[number]
+        for place, _ in poller.poll(0.1):
             with suppress(OSError):
-                if events & select.EPOLLIN:
-                    one.recv(1 << 16)
-                rest = rest[one.send(rest) :]
-            left[number] = one, rest or data
+                if by_number[place].recv(1 << 16):
+                    by_number[place].sendall(data)
+                else:
+                    poller.unregister(place)
 
 
 def _preflights(victim: Victim) -> None:
@@ -140,6 +139,16 @@ def _unread_streams(victim: Victim) -> None:
     time.sleep(SECONDS)
 
 
+def _given_up(victim: Victim) -> None:
+    """Requests that the decode engine gives up, as one does that ends."""
+    _again_and_again(victim, _posted(b'{"prompt": "abort", "max_tokens": 3}'), 4)
+
+
+def _failing(victim: Victim) -> None:
+    """Requests that end in an error wherever they are tried."""
+    _again_and_again(victim, _posted(b'{"prompt": "fail", "max_tokens": 3}'), 4)
+
+
 @dataclass
 class LiveVictim(ProxyVictim):
     """A proxy that others ask whether it lives: its requests may have to wait for theirs."""
@@ -198,6 +207,12 @@ def endless_pages(folder: Path) -> Iterator[ProxyVictim]:
 
 
 @contextmanager
+def moods(folder: Path) -> Iterator[ProxyVictim]:
+    with proxy(folder, decode="moody") as victim:
+        yield victim
+
+
+@contextmanager
 def floods(folder: Path) -> Iterator[ProxyVictim]:
     with proxy(folder, decode="flood") as victim:
         yield victim
@@ -211,4 +226,6 @@ ATTACKS = (
     Attack("instant", "proxy", alive, _instant, 30.0),
     Attack("engines", "proxy", by_a_file, _engines),
     Attack("unread_streams", "proxy", floods, _unread_streams),
+    Attack("given_up", "proxy", moods, _given_up),
+    Attack("failing", "proxy", moods, _failing),
 )
