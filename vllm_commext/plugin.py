@@ -67,8 +67,15 @@ def _activate_nixl() -> None:
     if importlib.util.find_spec("nixl") is None:
         raise UnsupportedError("NIXL is not installed, `pip install nixl==1.5.1` brings it")
     kv_connector.note_layout_choice()
-    hooks.when_imported("vllm.v1.engine.output_processor", _hand_out_resumed_answers)
+    hooks.when_imported(CONNECTOR_MODULE, _watch_for_outputs)
     _add_connector(CONNECTOR_MODULE)
+
+
+def _watch_for_outputs() -> None:
+    """The engine has our connector, so its API server may get answers that began elsewhere."""
+    from vllm_commext.compat import hooks
+
+    hooks.when_imported("vllm.v1.engine.output_processor", _hand_out_resumed_answers)
 
 
 def _hand_out_resumed_answers() -> None:

@@ -22,7 +22,7 @@ BASE = ROOT / "examples" / "k8s" / "base"
 RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]
 MATCHER = re.compile(r'(\w+)(=~?|!=)"([^"]+)"')
 DOWN, FEWER = "CommextNoProxy", "CommextEngineMissing"
-PROXY = [ast.parse(path.read_text()) for path in (ROOT / "vllm_commext" / "proxy").glob("*.py")]
+PROXY = [ast.parse(path.read_text()) for path in (ROOT / "vllm_commext" / "proxy").rglob("*.py")]
 VALUES = {
     "vllm:commext_nixl_failures_total": set(FAILURE_REASONS),
     "vllm:commext_nixl_peers": {state.value for state in PeerState},

@@ -131,6 +131,7 @@ PARTS: tuple[Part, ...] = (
             *_of(_REQUEST, "record_event", "take_events", "get_finished_reason", "is_finished"),
             *_set(_REQUEST, "_output_token_ids", "num_computed_tokens", "num_preemptions"),
             *_set(_REQUEST, "status", "client_index", "stop_reason", "trace_headers", "request_id"),
+            *_set(_REQUEST, "block_hashes"),
             *_of(_STATUS, "WAITING_FOR_REMOTE_KVS", "FINISHED_ERROR"),
             *_of(_SCHEDULER, "finish_requests", "pause_state"),
             *_set(_SCHEDULER, "failed_recving_kv_req_ids", "finished_recving_kv_req_ids"),
@@ -138,6 +139,7 @@ PARTS: tuple[Part, ...] = (
             *_set(
                 _SCHEDULER,
                 "vllm_config",
+                "block_size",
                 "max_model_len",
                 "recompute_kv_load_failures",
                 "kv_cache_manager",
