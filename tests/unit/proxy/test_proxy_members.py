@@ -307,3 +307,15 @@ async def test_what_the_admin_port_cannot_do_it_refuses(
         assert (await admin.ask("GET", "/engines"))[0] == 200
         async with cluster.session.get(cluster.url + "/engines") as response:
             assert response.status == 404, "it is not on the clients' port"
+
+
+async def test_a_body_too_large_for_the_admin_port_is_said_to_be_that(
+    kit: Any, tmp_path: Path
+) -> None:
+    async with kit.cluster() as cluster:
+        admin = await admin_of(tmp_path, cluster)
+        wanted = {"role": "decode", "url": "http://h:1", "more": "w" * 100_000}
+        status, told = await admin.ask("POST", "/engines", wanted)
+        assert status == 413
+        assert "Too Large" in told["error"]["message"]
+        assert "none of this proxy's routes" not in told["error"]["message"]

@@ -58,7 +58,8 @@ def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
     if error.status == 404 and path != request.path and path in routes:
         query = f"?{request.query_string}" if request.query_string else ""
         return web.Response(status=307, headers={"Location": path + query})
-    message = f"{error.reason}: {request.method} {request.path} is none of this proxy's routes"
+    message = f"{error.reason}: {request.method} {request.path}"
+    message += " is none of this proxy's routes" if error.status in (404, 405) else ""
     answer = _error_response(ProxyError(error.status, "bad_request", message))
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
