@@ -113,7 +113,7 @@ def local_prefill_reason(
         return LocalPrefill.TRUNCATION
     if any(body.get(name) == 0 for name in LENGTHS):
         return LocalPrefill.NO_GENERATION
-    if prompt_tokens(body) < min_prompt_tokens:
+    if min_prompt_tokens and prompt_tokens(body) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT
     return None
 
