@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -159,16 +159,18 @@ class Upstream:
 
         async def ask(engine: Engine, held: int) -> Prefilled:
             key = new_key(engine, payload.headers, payload.body)
-            async with self._turn(engine, payload, held, PREFILL):
+            taken = await self._take_turn(engine, payload, held, PREFILL)
+            try:
                 asked = await stream.prefill_payload(engine, key.value)
-                try:
-                    params, cached, job = await self._prefill_on(engine, asked, held)
-                except BaseException as error:
-                    if not isinstance(error, ProxyError) or error.status >= 500:
-                        self.releases.add(key)  # it may have ended well all the same
-                    if isinstance(error, ProxyError) and await stream.outlives(error):
-                        error.can_retry = False
-                    raise
+                params, cached, job = await self._prefill_on(engine, asked, held)
+            except BaseException as error:
+                if not isinstance(error, ProxyError) or error.status >= 500:
+                    self.releases.add(key)  # it may have ended well all the same
+                if isinstance(error, ProxyError) and await stream.outlives(error):
+                    error.can_retry = False
+                raise
+            finally:
+                engine.repeats.give_back(taken)
             return Prefilled(engine, params, key, job, cached)
 
         began, num = time.monotonic(), self.config.prefill_attempts
@@ -184,8 +186,11 @@ class Upstream:
             route.decode = engine.name
             if payload.is_loading:
                 return await self._open_at(engine, payload, held)
-            async with self._turn(engine, payload, held):
+            taken = await self._take_turn(engine, payload, held)
+            try:
                 return await self._open_at(engine, payload, held)
+            finally:
+                engine.repeats.give_back(taken)
 
         pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -277,27 +282,26 @@ class Upstream:
         self.metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
         return chosen
 
-    @asynccontextmanager
-    async def _turn(
-        self, engine: Engine, payload: Payload, held: int, side: str = ""
-    ) -> AsyncIterator[None]:
-        """Wait until *engine* may compute a prompt; others that are repeated wait until it has."""
-        tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
+    async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> int:
+        """Wait until *engine* may compute a prompt; the tokens to give back to those that are
+        repeated once it has."""
         is_repeated, has_turns = payload.is_again and payload.computes, self._orders(engine)
+        if not is_repeated and not (has_turns and payload.computes):
+            return 0
+        tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
         try:
-            if is_repeated or (has_turns and payload.computes):
-                with (
-                    engine.working(tokens),
-                    failures_of(engine, seconds, payload.losses, side),
-                    Deadline(seconds, engine.on_lost),
-                ):
-                    taken = await engine.repeats.take(tokens) if is_repeated else 0
-                    if has_turns:
-                        await engine.turns.take(tokens, held)
-            yield
-        finally:
-            if taken:
-                engine.repeats.give_back(taken)
+            with (
+                engine.working(tokens),
+                failures_of(engine, seconds, payload.losses, side),
+                Deadline(seconds, engine.on_lost),
+            ):
+                taken = await engine.repeats.take(tokens) if is_repeated else 0
+                if has_turns:
+                    await engine.turns.take(tokens, held)
+        except BaseException:
+            engine.repeats.give_back(taken)
+            raise
+        return taken
 
     def _orders(self, engine: Engine) -> bool:
         """True if prompts wait here until an engine of one rank has nearly computed those before
