@@ -28,18 +28,24 @@ def wait_until(holds: Callable[[], bool], output: Path, what: str) -> None:
         time.sleep(0.1)
 
 
-def descendants(pid: int) -> set[int]:
+def descendants(pid: int) -> set[tuple[int, str]]:
+    """Processes by number and start: numbers come again."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
     parents = {int(one): int(parent) for one, parent in map(str.split, listed.stdout.splitlines())}
     found, new = set[int](), {pid}
     while new:
         new = {one for one, parent in parents.items() if parent in new}
         found |= new
-    return found
+    return {(one, start_of(one)) for one in found if start_of(one)}
 
 
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+def start_of(pid: int) -> str:
+    """When it started, in ticks; empty for one that has ended."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state == "Z" else others[18]
 
 
 def is_vllm(pid: int) -> bool:
@@ -62,7 +68,7 @@ def test_engines_start_serve_come_back_and_leave_nothing(model: Path, tmp_path: 
         wait_until(lambda: f"at {url}/v1" in output.read_text(), output, "an address")
         right = complete(url, str(model), PROMPT)
         started = descendants(process.pid)
-        engine = min(filter(is_vllm, started))
+        engine = min(pid for pid, _ in started if is_vllm(pid))
         (folder,) = re.findall(rb"VLLM_RPC_BASE_PATH=([^\0]+)", environ_of(engine))
         os.kill(engine, signal.SIGKILL)
         assert complete(url, str(model), PROMPT) == right
@@ -75,6 +81,6 @@ def test_engines_start_serve_come_back_and_leave_nothing(model: Path, tmp_path: 
     finally:
         process.kill()
         process.wait()
-    assert not [pid for pid in started if is_alive(pid)]
+    assert not [one for one in started if start_of(one[0]) == one[1]]
     assert not Path(os.fsdecode(folder)).exists()
     assert "ended by SIGKILL" in output.read_text()

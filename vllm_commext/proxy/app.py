@@ -18,7 +18,6 @@ from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
 from vllm_commext.proxy.http.access import (
     ApiKeys,
-    allow_browsers,
     answer_errors,
     hide_software,
     log_access,
@@ -29,6 +28,7 @@ from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
+from vllm_commext.proxy.session.preflights import Preflights
 from vllm_commext.proxy.session.session import Session
 from vllm_commext.proxy.session.steps import Service
 from vllm_commext.proxy.session.upstream import Upstream, open_session
@@ -83,7 +83,7 @@ class ProxyApp:
         for path in _FETCHED:
             app.router.add_get(path, self.fetch)
         for path in _COUNTED:
-            app.router.add_options(path, allow_browsers)
+            app.router.add_options(path, self.preflight)
         app.router.add_get("/live", self.live)
         for path in ("/health", "/ready"):
             app.router.add_get(path, self.ready)
@@ -94,6 +94,7 @@ class ProxyApp:
         async with open_session(self.config) as session:
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self._upstream, self.planner)
+            self._preflights = Preflights(session, self.config, self.decode_pool)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
             monitor = HealthMonitor(session, self.config, lambda: is_adaptive(mode, pool))
@@ -137,6 +138,9 @@ class ProxyApp:
             headers = self._passed_headers(request)
             status, told, body = await self._upstream.fetch(request.path, headers)
         return web.Response(status=status, body=body, headers=told)
+
+    async def preflight(self, request: web.Request) -> web.Response:
+        return await self._preflights.answer(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         outcome = Outcome(_request_id(request))

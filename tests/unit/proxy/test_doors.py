@@ -39,32 +39,62 @@ async def test_the_version_is_the_decode_engines(kit: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/version", "/v1/messages"])
-async def test_a_browser_is_answered_without_a_key_a_place_or_an_engine(
+async def test_a_browser_is_answered_as_by_the_engine_without_a_key_or_a_place(
     kit: Any, path: str, tmp_path: Any
 ) -> None:
+    """The engine is asked once, with no key; another origin is another question."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    asked = {
-        "Origin": "https://page",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization, x-own",
-    }
     release = asyncio.Event()
-    async with kit.cluster(api_key_file=str(keys), max_in_flight=1) as cluster:
+
+    async def preflight(call: Any) -> None:
+        allowed = call.headers["origin"] == "https://page"
+        head = "Access-Control-Allow-Origin: https://page\r\n" if allowed else ""
+        await call.answer(200 if allowed else 400, b"OK" if allowed else b"no", "text/plain", head)
+
+    async with kit.cluster(
+        api_key_file=str(keys), engine_api_key_file=str(keys), max_in_flight=1
+    ) as cluster:
         cluster.prefill[0].behave = kit.held(release, kit.prefill_ok)
         bearer = {"Authorization": "Bearer secret"}
         running = asyncio.create_task(cluster.ask(BODY, headers=bearer))
         await kit.until(lambda: bool(cluster.prefill[0].calls), "a request that takes the place")
-        async with cluster.session.options(cluster.url + path, headers=asked) as response:
-            assert (response.status, await response.text()) == (200, "OK")
-            assert response.headers["Access-Control-Allow-Origin"] == "*"
-            assert "POST" in response.headers["Access-Control-Allow-Methods"]
-            assert response.headers["Access-Control-Allow-Headers"] == "authorization, x-own"
+        cluster.decode[0].behave = preflight
+        for origin, status in (("page", 200), ("page", 200), ("other", 400), ("page", 200)):
+            asked = {"Origin": f"https://{origin}", "Access-Control-Request-Method": "POST"}
+            async with cluster.session.options(cluster.url + path, headers=asked) as response:
+                assert response.status == status
+                allowed = response.headers.get("Access-Control-Allow-Origin")
+                assert allowed == ("https://page" if status == 200 else None)
+        assert [call.headers["origin"] for call in cluster.decode[0].calls] == [
+            "https://page",
+            "https://other",
+        ]
+        assert not any("authorization" in call.headers for call in cluster.decode[0].calls)
+        cluster.decode[0].behave = kit.decode_ok
         release.set()
         assert (await running).status == 200
-        assert [call.path for call in cluster.decode[0].calls] == ["/v1/completions"]
         async with cluster.post(BODY) as response:
             assert response.status == 401
+
+
+async def test_questions_of_browsers_are_few_at_a_time_and_short(kit: Any) -> None:
+    release = asyncio.Event()
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = kit.held(release, kit.answering(200, b"{}"))
+
+        async def ask(origin: str) -> int:
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            path = cluster.url + "/v1/completions"
+            async with cluster.session.options(path, headers=asked) as response:
+                return response.status
+
+        waiting = [asyncio.create_task(ask(f"https://{n}")) for n in range(4)]
+        await kit.until(lambda: len(cluster.decode[0].calls) == 4, "four questions")
+        assert await ask("https://4") == 503
+        assert await ask("https://" + "x" * 300) == 400
+        release.set()
+        assert await asyncio.gather(*waiting) == [200] * 4
 
 
 async def test_a_browser_gets_what_the_engine_allows_with_an_answer(kit: Any) -> None:

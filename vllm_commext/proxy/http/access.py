@@ -16,7 +16,6 @@ from vllm_commext.proxy.outcome import SIDE, ClientGoneError, Outcome, ProxyErro
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
 
-_ASKED_HEADERS = "Access-Control-Request-Headers"
 # Asked by what watches over the proxy, which has no key of a client.
 OPEN_PATHS = frozenset(("/live", "/ready", "/health", "/metrics"))
 
@@ -83,19 +82,6 @@ def _error_response(error: ProxyError) -> web.Response:
         return web.json_response(error.as_json(), status=error.status, headers=headers)
     headers |= error.answer.headers
     return web.Response(status=error.status, body=error.answer.body, headers=headers)
-
-
-async def allow_browsers(request: web.Request) -> web.Response:
-    """Answer what a browser asks before a request, without a key and without an engine. Who may
-    read the answer is said with the answer, by the engine."""
-    asked = request.headers.get(_ASKED_HEADERS, "")
-    allowed = {
-        "Access-Control-Allow-Origin": "*",
-        "Access-Control-Allow-Methods": "DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT, QUERY",
-        "Access-Control-Allow-Headers": asked if asked and asked.isascii() else "*",
-        "Access-Control-Max-Age": "600",
-    }
-    return web.Response(text="OK", headers=allowed)
 
 
 def bears_one_of(keys: Iterable[bytes], request: web.Request) -> bool:
