@@ -110,14 +110,14 @@ def _too_long(client: OpenAI, text: str) -> Any:
 async def _three_at_once(client: AsyncOpenAI, text: str) -> Any:
     async def streamed() -> Any:
         chunks = await client.chat.completions.create(
-            messages=_user(f"{text} streamed"), stream=True, **LIMITS
+            messages=_user(f"streamed {text}"), stream=True, **LIMITS
         )
         return _joined([chunk async for chunk in chunks])
 
     def whole(asked: str) -> Any:
         return client.chat.completions.create(messages=_user(asked), **LIMITS)
 
-    one, other, pieces = await asyncio.gather(whole(text), whole(f"{text} again"), streamed())
+    one, other, pieces = await asyncio.gather(whole(text), whole(f"again {text}"), streamed())
     return _told(one), _told(other), pieces
 
 
