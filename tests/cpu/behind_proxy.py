@@ -80,7 +80,6 @@ def serving(model: Path, folder: Path) -> Iterator[Servers]:
     template.write_text(CHAT_TEMPLATE)
     args = ["--chat-template", str(template), "--enable-auto-tool-choice"]
     args += ["--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]
-    args += ["--allowed-origins", '["*"]']  # the proxy itself answers browsers' first question
 
     def engine(name: str, role: str, connector: str, *chunk: str, **more: str) -> VllmServer:
         config = cluster.kv_transfer_config(role, connector=connector, policy="recompute")
