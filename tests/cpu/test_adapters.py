@@ -112,6 +112,7 @@ def test_an_adapter_loaded_anew_at_one_engine_is_no_answer_of_the_other_one(
     servers.check("first", is_read=True)
 
 
+@pytest.mark.long
 def test_other_content_at_the_same_place_counts_from_its_load_on(servers: Servers) -> None:
     for server in (servers.prefill, servers.decode):
         servers.load("first", server, anew=True)

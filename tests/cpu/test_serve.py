@@ -56,6 +56,7 @@ def environ_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_engines_start_serve_come_back_and_leave_nothing(model: Path, tmp_path: Path) -> None:
     output, port = tmp_path / "output", free_port()
