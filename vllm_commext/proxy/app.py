@@ -94,7 +94,7 @@ class ProxyApp:
         async with open_session(self.config) as session:
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self._upstream, self.planner)
-            self._preflights = Preflights(session, self.config, self.decode_pool)
+            self._preflights = Preflights(self._upstream)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
             monitor = HealthMonitor(session, self.config, lambda: is_adaptive(mode, pool))

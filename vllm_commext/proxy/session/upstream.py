@@ -213,20 +213,25 @@ class Upstream:
             message = f"{_MAX_FETCHES} such requests wait for their engines; retry later"
             raise ProxyError(503, "overloaded", message) from None
         try:
-            return await self._fetch(path, headers, seconds)
+            return await self.ask_any("GET", path, headers)
         finally:
             self._fetches.release()
 
-    async def _fetch(
-        self, path: str, headers: Mapping[str, str], seconds: float
+    async def ask_any(
+        self, method: str, path: str, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
+        """As `fetch`, by any *method*; the caller bounds how many ask at a time."""
+        seconds = self.config.health_timeout_seconds
         engine = self.decode_pool.pick() or self.prefill_pool.pick()
         if engine is None:
             raise no_engine(self.decode_pool)
         timeout = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
-            async with self._session.get(
-                engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
+            async with self._session.request(
+                *(method, engine.url + path),
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 answer = await read_answer(engine, response)
                 return response.status, answer.headers, answer.body
