@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.http.body import OBJECTS, RawJson, decode, num_tokens
+from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, decode, num_tokens
 
 CHOICES = "choices"
 _ONE_OF = ("text", "message", "delta", "token_ids")
@@ -39,7 +39,7 @@ class Endpoint:
     name: str
     prompt: tuple[str, ...]
     answer: str = CHOICES
-    lengths: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    lengths: tuple[str, ...] = LENGTHS
     is_split: bool = False
     computes: bool = True
     keeps: bool = False

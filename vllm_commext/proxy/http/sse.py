@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm_commext.proxy.http.body import decode
-from vllm_commext.proxy.http.endpoints import CHOICES, COMPLETIONS, holds, lack_of
+from vllm_commext.proxy.http.endpoints import (
+    CHOICES,
+    COMPLETIONS,
+    MAX_DECODED_BYTES,
+    holds,
+    lack_of,
+)
 
 MAX_HELD_BYTES = 2 << 20
 _ABORT = b'"abort"'
@@ -14,7 +20,7 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENVELOPE = frozenset(
     ("created", "id", "model", "object", "service_tier", "system_fingerprint", "usage")
 )
-MAX_DECODED_BYTES, MAX_READ_BYTES = 64 << 10, 2 << 20
+MAX_READ_BYTES = 2 << 20
 _CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)')
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"

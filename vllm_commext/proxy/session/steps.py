@@ -14,6 +14,7 @@ from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.body import compacted, encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, answer_id, most_tokens, price, session_of
+from vllm_commext.proxy.http.intake import in_steps
 from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
     DIRECT,
@@ -105,13 +106,8 @@ class Asked:
         if transcript is not None and num_bytes <= SMALL_BYTES:
             transcript.keep(self._body, num_bytes)
         elif transcript is not None:
-            taking = compacted(self._body)
-            try:
-                while True:
-                    next(taking)
-                    await asyncio.sleep(0)
-            except StopIteration as end:
-                transcript.keep(end.value, sum(map(len, encode(end.value))))
+            body = await in_steps(compacted(self._body))
+            transcript.keep(body, sum(map(len, encode(body))))
         self._body, self._transcript = {}, transcript
 
 
