@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,30 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.errors import UnsupportedError
+from vllm_commext.errors import ProtocolError, UnsupportedError
+from vllm_commext.nixl.first_token import Sampler
+from vllm_commext.nixl.geometry.plan import has_state, keeps_every_token
 from vllm_commext.nixl.log import RateLimitedLog
-from vllm_commext.nixl.wire.prompt import Prompt
+from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.params import TransferParams
+from vllm_commext.nixl.wire.prompt import (
+    OtherPromptError,
+    OtherWeightsError,
+    Prompt,
+    check_prompt,
+    digests,
+)
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-
-import time
-from typing import TYPE_CHECKING
-
-from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.first_token import Sampler
-from vllm_commext.nixl.geometry.plan import has_state, keeps_every_token
-from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.wire.params import TransferParams
-from vllm_commext.nixl.wire.prompt import OtherPromptError, OtherWeightsError, check_prompt, digests
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from vllm_commext.nixl.geometry.layout import Group
-
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = tuple(f"adapter_model.{end}" for end in ("safetensors", "bin", "pt"))

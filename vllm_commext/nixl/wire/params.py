@@ -21,13 +21,10 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.description import MAX_ROWS
 from vllm_commext.nixl.wire.messages import KEY_DIGITS, PROTOCOL_VERSION
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
-from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, prove_params
+from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-from vllm_commext.nixl.wire.seal import is_proof
 
 # ValueError: also text with lone surrogates, which JSON has.
 NOT_CONVERTED = (msgspec.ValidationError, ValueError, TypeError, OverflowError, RecursionError)
