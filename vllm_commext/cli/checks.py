@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from vllm_commext.cli import fabric
 from vllm_commext.cli.report import OFFER, Check, Found, Level, Row, encode
 from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.errors import CommextError, UnsupportedError
+from vllm_commext.serve.checks import why_not_bound
 from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
@@ -251,28 +251,12 @@ def shared_memory() -> Found:
     return Found(value, Level.OK if usage.free >= MIN_FREE_SHM_BYTES else Level.WARNING)
 
 
-def _bind(host: str, port: int) -> str:
-    """Reason why nothing can listen there; empty where something can."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As the side channel itself does, so that a port in TIME_WAIT counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def side_channel_port(environ: Mapping[str, str] = os.environ) -> Found:
     host, port = environ.get(HOST_VARIABLE, "localhost"), environ.get(PORT_VARIABLE, "5600")
     if not port.isdigit() or int(port) > 65535:
         remedy = f"set {PORT_VARIABLE} to a number from 0 to 65535"
         return Found(f"{PORT_VARIABLE}={port!r}", Level.ERROR, remedy=remedy)
-    problem = _bind(host, int(port))
+    problem = why_not_bound(host, int(port))
     if problem:
         return Found(f"{host}:{port}: {problem}", Level.WARNING)
     return Found(f"{host}:{port} is free")

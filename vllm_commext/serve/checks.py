@@ -1,7 +1,6 @@
 """What can be known to fail before engines start."""
 
 import importlib.util
-import os
 import socket
 import subprocess
 from collections.abc import Generator, Sequence
@@ -75,17 +74,27 @@ def _check_gpus(gpus: Sequence[str], here: dict[str, tuple[float, float]]) -> No
 
 
 def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((host, port))
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+    if reason := why_not_bound(host, port):
         raise ConfigError(
             f"--host {host} --port {port}: expected an address that can be listened on, got "
             f"{reason!r}; give another --port"
-        ) from error
+        )
+
+
+def why_not_bound(host: str, port: int) -> str:
+    """Reason why nothing can listen there; empty where something can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do, so that a port in TIME_WAIT counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def free_ports() -> Generator[int]:

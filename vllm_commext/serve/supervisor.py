@@ -57,7 +57,7 @@ class Member:
         if self.child.status is not None:
             self._note_end(now)
             return
-        if self.child.look() and not self.is_ready:
+        if not self.is_ready and self.child.look():
             self._tell(STAGES[self.child.stage][0])
         if answers:
             self._note_answer(now)
