@@ -12,13 +12,10 @@ from typing import Any
 from tests.chaos.judge import NOISE_NATS
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import CompletionError, lines_of, post, stream
+from tests.kit.prompts import CHAT_TEMPLATE
 from vllm_commext.errors import ProtocolError
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
-)
 WORDS = ("a", "blue", "whale", "of", "seven", "seas", "and", "the", "northern", "wind", "sings")
 NUM_WORDS = range(8, 40)
 CALL_TOKENS = 120
@@ -45,7 +42,7 @@ CALL = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name"
 def write_options(folder: Path) -> list[str]:
     """Options of engines that take part; the template of their chats is written into *folder*."""
     template = folder / "chat.jinja"
-    template.write_text(TEMPLATE)
+    template.write_text(CHAT_TEMPLATE)
     return ["--chat-template", str(template), *PARSER]
 
 

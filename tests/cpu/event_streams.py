@@ -18,12 +18,6 @@ from tests.kit.servers import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIRST_TOKENS = "vllm:commext_nixl_first_tokens_total"
-# What the tiny model says first follows from the last characters: a chat ends with its number, or
-# hundreds would have to be asked for one that begins with a letter.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
-)
 NUM_TRIES = 400
 # What one event has of its tokens, of which it may hold one or several.
 _TEXTS = ("content", "reasoning", "text")

@@ -17,7 +17,6 @@ import pytest
 
 from tests.cpu.event_streams import (
     CHAT,
-    CHAT_TEMPLATE,
     COMPLETIONS,
     FIRST_TOKENS,
     Told,
@@ -33,6 +32,7 @@ from tests.cpu.event_streams import (
 )
 from tests.kit import LOADS_BEGIN, cluster, parity
 from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.prompts import CHAT_TEMPLATE
 from tests.kit.servers import ProxyServer, Server, VllmServer
 
 CHUNK_TOKENS = 128

@@ -20,7 +20,6 @@ from packaging.version import Version
 
 from tests.cpu.event_streams import (
     CHAT,
-    CHAT_TEMPLATE,
     COMPLETIONS,
     FIRST_TOKENS,
     Told,
@@ -37,6 +36,7 @@ from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
 from tests.kit.installed import VLLM
 from tests.kit.metrics import Metrics, scrape, wait_for_added
+from tests.kit.prompts import CHAT_TEMPLATE
 from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_lora import write_lora

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from tests.kit.cluster import BLOCK_SIZE
 from tests.kit.parity import complete
 from tests.kit.ports import free_port
+from tests.kit.supervisor import descendants
 
 READY_SECONDS = 240.0
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
@@ -28,15 +29,9 @@ def wait_until(holds: Callable[[], bool], output: Path, what: str) -> None:
         time.sleep(0.1)
 
 
-def descendants(pid: int) -> set[tuple[int, str]]:
+def numbered(pids: Iterable[int]) -> set[tuple[int, str]]:
     """Processes by number and start: numbers come again."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    parents = {int(one): int(parent) for one, parent in map(str.split, listed.stdout.splitlines())}
-    found, new = set[int](), {pid}
-    while new:
-        new = {one for one, parent in parents.items() if parent in new}
-        found |= new
-    return {(one, start_of(one)) for one in found if start_of(one)}
+    return {(one, start) for one in pids if (start := start_of(one))}
 
 
 def start_of(pid: int) -> str:
@@ -68,7 +63,7 @@ def test_engines_start_serve_come_back_and_leave_nothing(model: Path, tmp_path: 
     try:
         wait_until(lambda: f"at {url}/v1" in output.read_text(), output, "an address")
         right = complete(url, str(model), PROMPT)
-        started = descendants(process.pid)
+        started = numbered(descendants(process.pid))
         engine = min(pid for pid, _ in started if is_vllm(pid))
         (folder,) = re.findall(rb"VLLM_RPC_BASE_PATH=([^\0]+)", environ_of(engine))
         os.kill(engine, signal.SIGKILL)
@@ -76,7 +71,7 @@ def test_engines_start_serve_come_back_and_leave_nothing(model: Path, tmp_path: 
         came_back = re.compile("engine0 .* is ready.*engine0 .* is ready", re.DOTALL)
         wait_until(lambda: bool(came_back.search(output.read_text())), output, "it back")
         assert complete(url, str(model), PROMPT) == right
-        started |= descendants(process.pid)
+        started |= numbered(descendants(process.pid))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=100) == 0, output.read_text()
     finally:

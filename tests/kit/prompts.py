@@ -9,6 +9,12 @@ PRINTABLE = range(32, 127)
 SHARED_TOKENS = 256
 MIN_EQUAL_TOKENS = 8
 EARLY_PLACE = 5
+# What the tiny model says first follows from the last characters: a chat ends with its number, or
+# hundreds would have to be asked for one that begins with a letter.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ messages[-1]['content'].split()[-1] }}{% endif %}"
+)
 
 
 def edge_lengths(block_size: int) -> list[int]:
