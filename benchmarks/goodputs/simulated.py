@@ -44,7 +44,7 @@ CONTESTANTS: dict[str, Build] = {
 }
 CHUNKS = 512, 1024, 2048, 4096
 SPLITS = {2: (1,), 3: (1, 2), 4: (1, 2, 3), 8: (2, 3, 4, 5), 16: (4, 6, 8, 10)}
-"""Engines that prefill, of so many."""
+"""Numbers of prefill engines that are tried, by the number of engines."""
 TOLD = [Limits(tpot, first) for first in (0.5, 1.0) for tpot in (0.010, 0.012, 0.015, 0.025)]
 LOADS = 0.6, 0.9
 MIN_SHARE = 0.1

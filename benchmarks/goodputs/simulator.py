@@ -90,11 +90,11 @@ class Request:
         return self.arrival.prompt_tokens + max(self.tokens - 1, 0)
 
     def needs(self, idx: int) -> bool:
-        """Whether it is lost with an engine."""
+        """True for a request that an engine takes with it when it is lost."""
         return idx == self.decode or (idx == self.prefill and self.tokens == 0)
 
     def is_kept_by(self, idx: int) -> bool:
-        """Whether an engine's KV cache has its prompt, no answer yet."""
+        """True while an engine's KV cache has its prompt, and no answer has begun."""
         if self.num_preempted or self.prefill == self.decode:
             return idx == self.decode and self.is_in
         return self.has_place if idx == self.decode else self.is_in and self.tokens == 0

@@ -255,7 +255,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:
-    """What the engine's own settings make of a LoRA adapter, beside its files."""
+    """The engine's settings that change what a LoRA adapter computes, beside its files."""
     lora: Any = getattr(vllm_config, "lora_config", None)
     if lora is None:
         return ""

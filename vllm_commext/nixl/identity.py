@@ -218,7 +218,7 @@ class Identity:
         return settle
 
     def note_version(self, version: str) -> None:
-        """vLLM's label of the weights, by which an engine that was restarted joins the others."""
+        """Take over vLLM's label of the weights: with it a restarted engine equals the others."""
         if version != self._version:
             self._version, self._weights = version, f"version {version}"
 

@@ -37,7 +37,7 @@ ARGUMENTS = "fused_rows.h"
 
 
 class Operands(NamedTuple):
-    """What one call is given; see `op.all_reduce_add_rms_norm`."""
+    """The arguments of one call; see `op.all_reduce_add_rms_norm`."""
 
     shape: FusedShape
     x: "torch.Tensor"

@@ -169,7 +169,7 @@ class Links:
         self._local = local
         self._on_removal = on_removal
         self._all: list[Link] = []
-        # a retired link whose reads go on, and the same peer connected anew, share NIXL's agent.
+        # a retired link whose reads go on, and the same peer connected again, share NIXL's agent.
         # Without users it is kept until it is forgotten: UCX does not close a connection to a
         # process that lives, and one made anew would come on top of it, at both ends.
         self._agents: dict[str, RefCounted] = {}

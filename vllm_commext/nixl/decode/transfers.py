@@ -63,7 +63,7 @@ def restarted(remote: RemoteRequest) -> Failure:
 
 
 def remote_of(load: Load) -> RemoteRequest:
-    """Where a load's blocks are; raises ProtocolError."""
+    """Find where a load's blocks are; raises ProtocolError."""
     if load.remote is None:
         raise ProtocolError(load.refusal or "no remote request")
     return load.remote

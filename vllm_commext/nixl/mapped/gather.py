@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the descriptors of a list are, by row.
+    """Places of a list's descriptors, by row.
 
     Attributes:
         starts: number of each row's first descriptor.

@@ -20,7 +20,7 @@ class PrefillPhase(Reason):
     """What becomes of a prompt's blocks."""
 
     COMPUTED = "computed", "they are filled"
-    UNWANTED = "unwanted", "they are filled, and nobody will read them"
+    UNWANTED = "unwanted", "they are filled, and will not be read"
     HELD = "held", "they are kept for their readers, under a lease"
     RELEASED = "released", "they are kept until all workers have let go of them"
     FREE = "free", "they are vLLM's again"
