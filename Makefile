@@ -51,7 +51,7 @@ help: ## List the targets
 demo: env ## Prefill and decode servers of a pretrained model here, proven equal to one server; MODEL=llama or granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
 	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
-test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; about nine minutes on two cores
+test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; about seven minutes on two cores
 	@rm -f $(REPORTS)
 	@$(MAKE) --jobs 3 servers pure checked; status=$$?; \
 		$(BIN)/python tools/test_times.py $(BEGAN) $(REPORTS); exit $$status
