@@ -164,7 +164,10 @@ def test_random_histories_end_every_use_and_release_every_source_once(data: st.D
             del open_uses[name]
         wanted = {one.worker for other in open_uses.values() for one in other.shards}
         in_use = {worker for worker, source in prefill.sources.items() if source.num_users}
-        assert in_use == wanted
+        used_at = {
+            one.key.number for one in prefill.sources.values() if prefill.is_used_at(one.key)
+        }
+        assert in_use == used_at == wanted
         assert prefill.uses.keys() == open_uses.keys()
     assert sorted(due(prefill, later())) == sorted(prefill.sources.keys() - freed)
     assert prefill.is_over

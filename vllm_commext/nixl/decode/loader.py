@@ -66,9 +66,8 @@ class Loader:
 
     @property
     def has_duties(self) -> bool:
-        is_kept = len(self.uses) > 0 or len(self.uses.keep_alive.watched) > 0
         is_known = not len(self._preconnect) and self._probing is None
-        return is_kept or not is_known or self._peers.has_sweeps_due
+        return len(self.uses) > 0 or not is_known or self._peers.has_sweeps_due
 
     def poll(self) -> bool:
         """Look once at everything under way; True if anything has moved on.  Shards that wait for

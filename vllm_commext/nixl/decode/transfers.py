@@ -168,6 +168,10 @@ class RemotePrefill:
         }
         self.uses: dict[str, Use] = {}
 
+    def is_used_at(self, key: PeerKey) -> bool:
+        source = self.sources.get(key.number)
+        return source is not None and source.key == key and source.num_users > 0
+
     @property
     def next_release(self) -> float:
         return min((source.release_at for source in self.sources.values()), default=math.inf)

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
@@ -34,121 +34,65 @@ from vllm_commext.nixl.wire.messages import Released, short_id
 
 PARTS_OF_LEASE = 6  # heartbeats within one lease
 RETRY_SECONDS = 0.1  # until a peer that is not ready is looked at again
-MAX_IDS = 256
-MAX_IDS_BYTES = 32 * 1024  # request ids in one message: their number, and their bytes
-
-
-def interval_of(lease_seconds: float) -> float:
-    return lease_seconds / PARTS_OF_LEASE
-
-
-def batches(request_ids: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_bytes = 0
-    for request_id in dict.fromkeys(request_ids):
-        size = len(request_id.encode())
-        if batch and (len(batch) == MAX_IDS or num_bytes + size > MAX_IDS_BYTES):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(request_id)
-        num_bytes += size
-    if batch:
-        yield batch
-
-
-def can_be_sent(request_id: str) -> bool:
-    try:
-        return len(request_id.encode()) <= MAX_IDS_BYTES
-    except UnicodeEncodeError:
-        return False
-
-
-class Heartbeats:
-    """Watched requests by peer, and when each peer is to hear of its own next.
-
-    Pure: the caller brings the time.
-    """
-
-    def __init__(self) -> None:
-        self._watched: dict[PeerKey, dict[str, str]] = {}
-        self._next: dict[PeerKey, float] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._watched.values()))
-
-    def watch(self, request_id: str, peer: PeerKey, remote_id: str, due: float) -> None:
-        """Keep a request alive at a peer, where it is called ``remote_id``, from ``due`` on."""
-        if not can_be_sent(remote_id):
-            return
-        self._watched.setdefault(peer, {})[request_id] = remote_id
-        self._next[peer] = min(self._next.get(peer, due), due)
-
-    def drop(self, request_id: str, peer: PeerKey) -> None:
-        watched = self._watched.get(peer, {})
-        watched.pop(request_id, None)
-        if not watched:
-            self._watched.pop(peer, None)
-            self._next.pop(peer, None)
-
-    def drop_everywhere(self, request_id: str) -> None:
-        for peer in list(self._watched):
-            self.drop(request_id, peer)
-
-    def due(self, now: float) -> list[PeerKey]:
-        return [peer for peer, when in self._next.items() if when <= now]
-
-    def take(self, peer: PeerKey, next_due: float) -> list[str]:
-        self._next[peer] = next_due
-        return list(self._watched[peer].values())
+MAX_IDS = 100  # in one message: all of the longest that there may be still fit
 
 
 class KeepAlive:
-    """Keeps requests alive at the prefill workers that hold them.  Owned by one thread."""
+    """Keeps requests alive at the prefill workers that hold them.  Owned by one thread.
 
-    def __init__(self, agent: NixlAgent, consumer: str, peers: PeerTable) -> None:
+    Args:
+        used_at: gives the requests, as notifications call them, that are used at a peer.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        consumer: str,
+        peers: PeerTable,
+        used_at: Callable[[PeerKey], list[str]],
+    ) -> None:
         self._agent = agent
         self._consumer = short_id(consumer)
         self._peers = peers
-        self.watched = Heartbeats()
+        self._used_at = used_at
+        self._next: dict[PeerKey, float] = {}
         self._sequence = itertools.count(1)
         self.is_on = True
 
     def watch(self, use: Use) -> None:
         """A request waits for its load, so its lease may have begun long ago, or is about to be
         read, which most often has ended before the first heartbeat is due."""
-        if not use.prefill.remote.is_kept:
-            return
         now = time.monotonic()
-        remote_id = short_id(use.prefill.remote.request_id)
-        for worker in use.workers:
+        for worker in use.workers if use.prefill.remote.is_kept else ():
             key = use.prefill.sources[worker].key
-            link = self._peers.find(key) if use.load is not None else None
-            delay = 0.0 if use.load is None else _interval(link)
-            self.watched.watch(use.request_id, key, remote_id, now + delay)
+            delay = 0.0 if use.load is None else _interval(self._peers.find(key))
+            self._next[key] = min(self._next.get(key, math.inf), now + delay)
 
     def send_due(self) -> None:
-        if not self.is_on:
-            return
         now = time.monotonic()
-        for key in self.watched.due(now):
+        for key in [key for key, when in self._next.items() if self.is_on and when <= now]:
+            names = self._used_at(key)
+            if not names:
+                del self._next[key]
+                continue
             link = self._ready(key)
-            request_ids = self.watched.take(key, now + _interval(link))
+            self._next[key] = now + _interval(link)
             if link is not None and link.lease_seconds:
-                self._send(link, request_ids)
+                self._send(link, names)
 
     def _ready(self, key: PeerKey) -> Link | None:
         with contextlib.suppress(CommextError):  # else the load will fail with the reason
             self._peers.prepare(key)
         return self._peers.find(key)
 
-    def _send(self, link: Link, request_ids: list[str]) -> None:
+    def _send(self, link: Link, names: list[str]) -> None:
         try:
-            for batch in batches(request_ids):
+            for begin in range(0, len(names), MAX_IDS):
                 message = wire.KeepAlive(
                     consumer=self._consumer,
                     sender=self._agent.name,
                     sequence=next(self._sequence),
-                    request_ids=batch,
+                    request_ids=names[begin : begin + MAX_IDS],
                 )
                 self._agent.notify(link.agent_name, wire.encode(message))
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer is asked anew
@@ -157,7 +101,14 @@ class KeepAlive:
 
 
 def _interval(link: Link | None) -> float:
-    return (interval_of(link.lease_seconds) if link is not None else 0.0) or RETRY_SECONDS
+    return (link.lease_seconds / PARTS_OF_LEASE if link is not None else 0.0) or RETRY_SECONDS
+
+
+def _can_be_sent(name: str) -> bool:
+    with contextlib.suppress(UnicodeEncodeError):
+        name.encode()
+        return True
+    return False
 
 
 LOST = ("expired", "timeout", "transfer")
@@ -180,7 +131,7 @@ class Uses:
         self._local = local
         self._consumer = short_id(local.consumer)
         self._peers = peers
-        self.keep_alive = KeepAlive(agent, local.consumer, peers)
+        self.keep_alive = KeepAlive(agent, local.consumer, peers, self._used_at)
         self._recorder = recorder
         self._outcomes = outcomes
         self._sources = functools.cache(local.sources)
@@ -205,7 +156,6 @@ class Uses:
             self.keep_alive.watch(self._use(self._prefill_of(wait.remote), wait.request_id))
 
     def begin(self, load: Load, start: Callable[[ShardRead], None]) -> None:
-        self.keep_alive.watched.drop_everywhere(load.request_id)
         known = self._uses.get(load.request_id)
         try:
             prefill = known.prefill if known is not None else self._prefill_of(remote_of(load))
@@ -224,7 +174,6 @@ class Uses:
 
     def close(self, shard: ShardRead, failure: Failure | None = None) -> None:
         use, prefill = shard.use, shard.use.prefill
-        self.keep_alive.watched.drop(use.request_id, shard.key)
         if prefill.close(shard, failure):
             self._end(use, shard.load)
         self._release(prefill, time.perf_counter())
@@ -306,6 +255,15 @@ class Uses:
                 remote, self._sources(remote.tp_size, remote.pp_size)
             )
         return self._prefills[key]
+
+    def _used_at(self, key: PeerKey) -> list[str]:
+        """Requests that are used at a peer, but those that no message can name."""
+        used = (
+            prefill.remote.request_id
+            for prefill in self._prefills.values()
+            if prefill.remote.is_kept and prefill.is_used_at(key)
+        )
+        return [name for name in dict.fromkeys(map(short_id, used)) if _can_be_sent(name)]
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
         if self.refusal is not None:

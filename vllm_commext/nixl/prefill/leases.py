@@ -6,7 +6,7 @@ whichever comes first.  A reader's heartbeat renews the lease, up to a greatest 
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from vllm_commext.errors import ProtocolError
@@ -33,44 +33,16 @@ class _Lease:
     last_beats: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Beat:
-    """Where a heartbeat comes from.
-
-    Attributes:
-        sender: differs at every start of the reader.
-    """
-
-    consumer: str
-    sender: str
-    sequence: int
-
-
-@dataclass
-class LeaseCounts:
-    """Counts since they were last taken.
-
-    Attributes:
-        unmatched: releases of an unknown or ended request, given up for lack of room or time.
-        ignored_beats: heartbeats of an unknown or ended request, repeated or out of order, or of a
-            consumer that had released the request.
-    """
-
-    expired: int = 0
-    unmatched: int = 0
-    repeated: int = 0
-    extended: int = 0
-    ignored_beats: int = 0
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
-
 class LeaseLedger:
-    """Leases by request id; all times are of one monotonic clock, in seconds."""
+    """Leases by request id; all times are of one monotonic clock, in seconds.
+
+    Attributes:
+        counts: by ``recorder.COUNTERS``, since they were last taken: releases of an unknown or
+            ended request that were given up for lack of room or time, and heartbeats.
+    """
 
     def __init__(self, max_age: float = math.inf) -> None:
-        self.counts = LeaseCounts()
+        self.counts = Counter[str]()
         self._max_age = max_age
         self._leases: dict[str, _Lease] = {}
         self._early: OrderedDict[str, tuple[float, set[str], int]] = OrderedDict()
@@ -98,11 +70,9 @@ class LeaseLedger:
         if lease is None:
             self._note_early(request_id, consumer, num_consumers, now)
             return False
-        if consumer in lease.released_by:
-            self.counts.repeated += 1
-            return False
+        is_new = consumer not in lease.released_by
         lease.released_by.add(consumer)
-        if len(lease.released_by) < num_consumers:
+        if not is_new or len(lease.released_by) < num_consumers:
             return False
         del self._leases[request_id]
         return True
@@ -110,19 +80,19 @@ class LeaseLedger:
     def drop(self, request_id: str) -> bool:
         return self._leases.pop(request_id, None) is not None
 
-    def extend(self, request_id: str, beat: Beat, now: float) -> bool:
+    def extend(self, request_id: str, beat: KeepAlive, now: float) -> bool:
         lease = self._leases.get(request_id)
         if lease is None or not self._is_new(lease, beat):
-            self.counts.ignored_beats += 1
+            self.counts["ignored_heartbeats"] += 1
             return False
         lease.last_beats[beat.sender] = beat.sequence
         latest = lease.begun + self._max_age
         lease.deadline = max(lease.deadline, min(now + lease.duration, latest))
-        self.counts.extended += 1
+        self.counts["heartbeats"] += 1
         return True
 
     @staticmethod
-    def _is_new(lease: _Lease, beat: Beat) -> bool:
+    def _is_new(lease: _Lease, beat: KeepAlive) -> bool:
         last = lease.last_beats.get(beat.sender)
         if last is None and len(lease.last_beats) >= MAX_SENDERS:
             return False
@@ -134,7 +104,6 @@ class LeaseLedger:
         Returns the seconds that each of those leases has lasted, by request id.
         """
         ended = self._take_ended(now) if self._next_end <= now else {}
-        self.counts.expired += len(ended)
         while self._early and next(iter(self._early.values()))[0] + early_seconds <= now:
             self._forget_early()
         return ended
@@ -148,17 +117,14 @@ class LeaseLedger:
         self._next_end = min((lease.deadline for lease in self._leases.values()), default=math.inf)
         return ended
 
-    def take_counts(self) -> LeaseCounts:
-        taken, self.counts = self.counts, LeaseCounts()
+    def take_counts(self) -> Counter[str]:
+        taken, self.counts = self.counts, Counter[str]()
         return taken
 
     def _note_early(self, request_id: str, consumer: str, num_consumers: int, now: float) -> None:
         since, consumers, _ = self._early.get(request_id, (now, set[str](), num_consumers))
-        if consumer in consumers:
-            self.counts.repeated += 1
-        else:
-            self._num_early_consumers += 1
-            consumers.add(consumer)
+        self._num_early_consumers += consumer not in consumers
+        consumers.add(consumer)
         self._early[request_id] = (since, consumers, num_consumers)
         while (
             len(self._early) > MAX_EARLY_RELEASES or self._num_early_consumers > MAX_EARLY_CONSUMERS
@@ -172,7 +138,7 @@ class LeaseLedger:
 
     def _forget_early(self) -> None:
         self._take_early(next(iter(self._early)))
-        self.counts.unmatched += 1
+        self.counts["unmatched_notifications"] += 1
 
 
 EARLY_RELEASE_SECONDS = 60.0
@@ -239,17 +205,13 @@ class LeaseManager:
         if isinstance(notification, Released):
             self._release(notification, now)
         else:
-            self._extend(notification, now)
+            for request_id in notification.request_ids:
+                self._leases.extend(request_id, notification, now)
 
     def _release(self, released: Released, now: float) -> None:
         request_id = released.request_id
         if self._leases.release(request_id, released.consumer, released.num_consumers, now):
             self._report_sent(request_id)
-
-    def _extend(self, told: KeepAlive, now: float) -> None:
-        beat = Beat(told.consumer, told.sender, told.sequence)
-        for request_id in told.request_ids:
-            self._leases.extend(request_id, beat, now)
 
     def end_leases(self) -> None:
         self._report_unsent()
@@ -262,13 +224,7 @@ class LeaseManager:
                 f"request {request_id}: its blocks were kept for {seconds:.3g} s and not read by "
                 "all consumers; freed. Was the decode request sent, and is its engine up?",
             )
-        counts = self._leases.take_counts()
-        if counts:
-            self._recorder.count(
-                unmatched_notifications=counts.unmatched,
-                heartbeats=counts.extended,
-                ignored_heartbeats=counts.ignored_beats,
-            )
+        self._recorder.count(**self._leases.take_counts())
 
     def _report_sent(self, request_id: str) -> None:
         self._unsent.append(request_id)
