@@ -1,16 +1,30 @@
 """The connector's settings: what may stand in ``kv_connector_extra_config``."""
 
-import dataclasses
-import math
+import contextlib
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from vllm_commext.errors import ConfigError
 
 NUM_THREADS = 4
 NEVER, AUTO = "never", "auto"
+_ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
+_PORT = Meta(ge=1, le=65535, description="a port from 1 to 65535")
+_SPAN = Meta(gt=0, le=sys.float_info.max, description="a positive, finite number of seconds")
+Span = Annotated[float, _SPAN]
+Flag = Annotated[bool, Meta(description="true or false")]
+Names = tuple[str, ...]
+_BACKENDS = Meta(min_length=1, description='a list of NIXL backends such as ["UCX"]')
+_PARAMS = Meta(description="an object whose values are strings, and num_threads a number")
+_BYTES = Meta(ge=1, description="an integer of at least 1")
+_MAPPED = Meta(pattern=rf"^({AUTO}|{NEVER})\Z", description=f'"{AUTO}" or "{NEVER}"')
+_PEERS = Meta(description='a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]')
 
 
 @dataclass(frozen=True)
@@ -47,37 +61,35 @@ class ConnectorConfig:
         transport_probe: measure how fast the first peer's cache can be read, and log it.
     """
 
-    side_channel_host: str
-    side_channel_port: int
-    backends: tuple[str, ...] = ("UCX",)
-    backend_params: Mapping[str, str] = field(default_factory=dict[str, str])
-    enforce_handshake_compat: bool = True
-    require_fence: bool = True
-    kv_lease_duration: float = 60.0
-    kv_lease_max_duration: float = 600.0
-    handshake_timeout: float = 10.0
-    peers: tuple[str, ...] = ()
-    transfer_timeout: float = 60.0
-    max_bytes_in_flight: int = 1 << 30
-    host_copy: bool = False
-    mapped_reads: str = AUTO
-    transport_probe: bool = True
-    first_token_from_prefill: bool = True
-    stream_chunks: bool = True
-    stream_begin_timeout: float = 300.0
-    reuse_blocks: bool = False
-    reuse_lookup_timeout: float = 0.5
-    side_channel_secret_file: str = ""
+    side_channel_host: Annotated[str, Meta(min_length=1, description="a host name")]
+    side_channel_port: Annotated[int, _PORT]
+    backends: Annotated[Names, _BACKENDS] = ("UCX",)
+    backend_params: Annotated[Mapping[str, str], _PARAMS] = field(default_factory=dict[str, str])
+    enforce_handshake_compat: Flag = True
+    require_fence: Flag = True
+    kv_lease_duration: Span = 60.0
+    kv_lease_max_duration: Span = 600.0
+    handshake_timeout: Span = 10.0
+    peers: Annotated[Names, _PEERS] = ()
+    transfer_timeout: Span = 60.0
+    max_bytes_in_flight: Annotated[int, _BYTES] = 1 << 30
+    host_copy: Flag = False
+    mapped_reads: Annotated[str, _MAPPED] = AUTO
+    transport_probe: Flag = True
+    first_token_from_prefill: Flag = True
+    stream_chunks: Flag = True
+    stream_begin_timeout: Span = 300.0
+    reuse_blocks: Flag = False
+    reuse_lookup_timeout: Span = 0.5
+    side_channel_secret_file: Annotated[str, Meta(description="the path of a file")] = ""
 
     @property
     def num_threads(self) -> int:
         return int(self.backend_params.get("num_threads", NUM_THREADS))
 
 
-_FIELDS = dataclasses.fields(ConnectorConfig)
-KNOWN_KEYS = tuple(sorted(one.name for one in _FIELDS))
-_SECONDS = tuple(one.name for one in _FIELDS if one.type is float)
-_TOGGLES = tuple(one.name for one in _FIELDS if one.type is bool)
+_TYPES = get_type_hints(ConnectorConfig, include_extras=True)
+KNOWN_KEYS = tuple(sorted(_TYPES))
 _PIECES = (
     "small pieces are read through mapped memory on one host (mapped_reads), else one by one: "
     "start engines on different hosts with equal tensor-parallel sizes"
@@ -96,7 +108,6 @@ GONE = {
     "them: leave it out",
 }
 """Keys of earlier releases, and what takes their place."""
-_ADDRESS = re.compile(r"(\[(?P<ipv6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})")
 
 
 def parse_config(
@@ -115,54 +126,26 @@ def parse_config(
     return ConnectorConfig(**{key: _checked(key, value) for key, value in values.items()})
 
 
+_IS_GOOD: Mapping[str, Callable[[Any], bool]] = {
+    "peers": lambda peers: all(map(parse_address, peers)),
+    "backend_params": lambda params: params.get("num_threads", "0").isdecimal(),
+}
+
+
 def _checked(key: str, value: Any) -> Any:
-    if key in _SECONDS:
-        return _expect(key, value, _is_span(value), "a positive, finite number of seconds", float)
-    if key == "max_bytes_in_flight":
-        return _expect(key, value, _is_int(value) and value > 0, "an integer of at least 1", int)
-    if key == "side_channel_port":
-        in_range = _is_int(value) and 0 < value < 65536
-        return _expect(key, value, in_range, "a port from 1 to 65535", int)
-    if key in _TOGGLES:
-        return _expect(key, value, isinstance(value, bool), "true or false", bool)
-    if key == "mapped_reads":
-        return _expect(key, value, value in (AUTO, NEVER), f'"{AUTO}" or "{NEVER}"', str)
-    if key == "peers":
-        good = isinstance(value, (list, tuple)) and all(parse_address(one) for one in value)
-        expected = 'a list of side channels such as ["prefill-0:5600", "[fd00::7]:5600"]'
-        return _expect(key, value, good, expected, tuple)
-    if key == "backend_params":
-        named = isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-        named = named and str(value.get("num_threads", 0)).isdecimal()
-        expected = "an object whose values are strings, and num_threads a number"
-        return _expect(key, value, named, expected, dict)
-    if key == "side_channel_secret_file":
-        return _expect(key, value, isinstance(value, str), "the path of a file", str)
-    if key == "side_channel_host":
-        return _expect(key, value, isinstance(value, str) and value != "", "a host name", str)
-    named = isinstance(value, (list, tuple)) and len(value) > 0
-    named = named and all(isinstance(name, str) for name in value)
-    return _expect(key, value, named, 'a list of NIXL backends such as ["UCX"]', tuple)
+    kind = _TYPES[key]
+    with contextlib.suppress(msgspec.ValidationError, ValueError):
+        found = msgspec.convert(value, kind)
+        is_good = _IS_GOOD.get(key)
+        if is_good is None or is_good(found):
+            return found
+    expected = kind.__metadata__[0].description
+    raise ConfigError(f"kv_connector_extra_config[{key!r}]: expected {expected}, got {value!r}")
 
 
-def parse_address(text: Any) -> tuple[str, int] | None:
+def parse_address(text: str) -> tuple[str, int] | None:
     """Host and port of ``host:port``, brackets around an IPv6 address; None for anything else."""
-    found = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+    found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found["port"]) < 65536:
         return None
     return found["ipv6"] or found["host"], int(found["port"])
-
-
-def _expect(key: str, value: Any, good: bool, expected: str, convert: type) -> Any:
-    if not good:
-        raise ConfigError(f"kv_connector_extra_config[{key!r}]: expected {expected}, got {value!r}")
-    return convert(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_span(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and value > 0 and math.isfinite(value)

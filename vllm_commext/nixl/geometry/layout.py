@@ -11,10 +11,12 @@ for ``count`` equally long ones ``stride`` bytes apart; older versions take the 
 """
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval, worker_number
@@ -51,6 +53,11 @@ MAX_COUNT = 1 << 16  # heads, units, runs or kernel blocks a block that a descri
 MAX_BLOCK_TOKENS = 1 << 16  # tokens of a block, but where it holds a state
 MAX_STAGES = 1 << 12  # pipeline stages that a description may name
 MAX_PARTS = 64  # parts of a state that a description may have
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Distance = Annotated[int, Meta(ge=0, lt=(1 << 40) - 1)]
+Address = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
+Int32 = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
 
 class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
@@ -68,15 +75,15 @@ class AttentionGeometry(msgspec.Struct, frozen=True, tag="attention"):
     """
 
     num_rows: int
-    rows_per_block: int
-    row_stride: int
-    row_tokens: int
-    num_heads: int
+    rows_per_block: Count
+    row_stride: Size
+    row_tokens: Size
+    num_heads: Count
     replicated: bool
-    num_planes: int
-    head_stride: int
-    token_stride: int
-    token_bytes: int
+    num_planes: Count
+    head_stride: Size
+    token_stride: Size
+    token_bytes: Size
     content: str
     dtype: str
 
@@ -99,12 +106,12 @@ class StatePart(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    offset: int
-    num_units: int
+    offset: Distance
+    num_units: Count
     replicated: bool
-    unit_bytes: int
-    num_runs: int = 1
-    run_stride: int = 0
+    unit_bytes: Size
+    num_runs: Count = 1
+    run_stride: Distance = 0
 
     @property
     def split(self) -> Split:
@@ -115,8 +122,8 @@ class StateGeometry(msgspec.Struct, frozen=True, tag="state"):
     """One rank's states, one a block; bytes beyond the parts are padding."""
 
     num_rows: int
-    row_stride: int
-    parts: tuple[StatePart, ...]
+    row_stride: Size
+    parts: Annotated[tuple[StatePart, ...], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 Geometry = AttentionGeometry | StateGeometry
@@ -132,7 +139,7 @@ class Family(msgspec.Struct, frozen=True):
 
     group: int
     names: list[str]
-    base_addresses: list[int]
+    base_addresses: list[Address]
     geometry: Geometry
 
 
@@ -144,8 +151,8 @@ class Group(msgspec.Struct, frozen=True):
         block_size: tokens of one of the cache manager's blocks.
     """
 
-    kind: str
-    block_size: int
+    kind: Annotated[str, Meta(pattern=rf"^({FULL}|{WINDOW}|{STATE})\Z")]
+    block_size: Int32
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
@@ -158,13 +165,13 @@ class CacheLayout(msgspec.Struct, frozen=True):
             layers are all.
     """
 
-    tp_size: int
-    tp_rank: int
-    num_blocks: int
-    groups: list[Group]
-    families: list[Family]
-    pp_rank: int = 0
-    stages: list[list[str]] = []
+    tp_size: Annotated[int, Meta(le=1 << 16)]
+    tp_rank: Annotated[int, Meta(ge=0)]
+    num_blocks: Int32
+    groups: Annotated[list[Group], Meta(min_length=1)]
+    families: Annotated[list[Family], Meta(min_length=1)]
+    pp_rank: Annotated[int, Meta(ge=0)] = 0
+    stages: Annotated[list[list[str]], Meta(max_length=MAX_STAGES)] = []
 
     @property
     def rank(self) -> Rank:
@@ -219,25 +226,15 @@ def block_bytes(layout: CacheLayout, family: Family) -> int:
 
 
 def check_layout(layout: CacheLayout) -> None:
-    """Raise ProtocolError for a description with which arithmetic could go wrong."""
-    _expect(0 <= layout.tp_rank < layout.tp_size <= 1 << 16, "tp_rank below tp_size")
-    _expect(0 < layout.num_blocks < 1 << 31, "num_blocks")
-    _expect(bool(layout.groups) and bool(layout.families), "groups and families")
-    for group in layout.groups:
-        _expect(group.kind in (FULL, WINDOW, STATE), f"a known kind of group, not {group.kind!r}")
-        most = (1 << 31) - 1 if group.kind == STATE else MAX_BLOCK_TOKENS
-        _expect(0 < group.block_size <= most, f"block_size from 1 to {most}")
+    """Raise ProtocolError for a description whose numbers, each in its range, do not go
+    together."""
+    _expect(layout.tp_rank < layout.tp_size, "tp_rank below tp_size")
     for family in layout.families:
         _expect(0 <= family.group < len(layout.groups), "family.group")
         _expect(0 < len(family.names) == len(family.base_addresses), "a base address a layer")
-        _expect(all(0 < address < 1 << 63 for address in family.base_addresses), "base_addresses")
         _check_geometry(family.geometry, layout.num_blocks, layout.groups[family.group])
-    _check_stages(layout)
-
-
-def _check_stages(layout: CacheLayout) -> None:
     stages = layout.stages or [list(layout.own_names())]
-    _expect(0 <= layout.pp_rank < len(stages) <= MAX_STAGES, "pp_rank below the number of stages")
+    _expect(layout.pp_rank < len(stages), "pp_rank below the number of stages")
     _expect(set(stages[layout.pp_rank]) == layout.own_names(), "the layers of its stage")
     num_names = sum(map(len, stages))
     _expect(len(layout.engine_names()) == num_names, "each layer in one stage, and once there")
@@ -246,36 +243,13 @@ def _check_stages(layout: CacheLayout) -> None:
 def _check_geometry(geometry: Geometry, num_blocks: int, group: Group) -> None:
     keeps_tokens = isinstance(geometry, AttentionGeometry)
     _expect(keeps_tokens == (group.kind != STATE), "states in groups of states only")
-    if isinstance(geometry, AttentionGeometry):
-        _check_attention(geometry, num_blocks, group)
-    else:
-        _check_states(geometry, num_blocks)
-
-
-def _check_attention(geometry: AttentionGeometry, num_blocks: int, group: Group) -> None:
-    _check_counts(geometry.num_heads, geometry.num_planes, geometry.rows_per_block)
-    _check_sizes(geometry.row_stride, geometry.row_tokens, geometry.head_stride)
-    _check_sizes(geometry.token_stride, geometry.token_bytes)
+    if not isinstance(geometry, AttentionGeometry):
+        _expect(geometry.num_rows == num_blocks, "a row a block")
+        return
+    _expect(group.block_size <= MAX_BLOCK_TOKENS, f"block_size from 1 to {MAX_BLOCK_TOKENS}")
     _expect(geometry.num_rows == num_blocks * geometry.rows_per_block, "rows for all blocks")
     block_size = geometry.rows_per_block * geometry.row_tokens
     _expect(block_size == group.block_size, f"{group.block_size} tokens in a block's rows")
-
-
-def _check_states(geometry: StateGeometry, num_blocks: int) -> None:
-    _check_sizes(geometry.row_stride)
-    _expect(geometry.num_rows == num_blocks, "a row a block")
-    _expect(0 < len(geometry.parts) <= MAX_PARTS, f"1 to {MAX_PARTS} parts of the state")
-    for part in geometry.parts:
-        _check_counts(part.num_units, part.num_runs)
-        _check_sizes(part.unit_bytes, part.offset + 1, part.run_stride + 1)
-
-
-def _check_counts(*counts: int) -> None:
-    _expect(all(0 < count <= MAX_COUNT for count in counts), f"counts from 1 to {MAX_COUNT}")
-
-
-def _check_sizes(*sizes: int) -> None:
-    _expect(all(0 < size < 1 << 40 for size in sizes), "sizes from 1 to 2**40")
 
 
 def _expect(good: bool, what: str) -> None:

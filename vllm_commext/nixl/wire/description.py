@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout
@@ -22,10 +24,13 @@ MAX_ADDRESS = 1 << 62
 MAX_TOKEN_BYTES = 1024
 
 
+Bounded = Annotated[int, Meta(gt=0, lt=MAX_ADDRESS)]
+
+
 class MappedRegion(msgspec.Struct, frozen=True, kw_only=True):
-    address: int
-    num_bytes: int
-    handle: bytes
+    address: Bounded
+    num_bytes: Bounded
+    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 
 class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +42,9 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     place: str
-    regions: list[MappedRegion]
-    token_address: int
-    token: bytes
+    regions: Annotated[list[MappedRegion], Meta(max_length=MAX_MAPPED_REGIONS)]
+    token_address: Bounded
+    token: Annotated[bytes, Meta(min_length=1, max_length=MAX_TOKEN_BYTES)]
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,15 +65,15 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, str]
     agent_metadata: bytes
     memory_type: str
-    device_id: int
+    device_id: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
     layout: CacheLayout
     fence_address: int = 0
-    num_fence_slots: int = 0
-    lease_seconds: float = 0.0
+    num_fence_slots: Annotated[int, Meta(ge=0)] = 0
+    lease_seconds: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 0.0
     stream_headers: int = 0
     stream_entries: int = 0
-    num_stream_rows: int = 0
-    pieces_per_row: int = 0
+    num_stream_rows: Annotated[int, Meta(ge=0, le=MAX_ROWS)] = 0
+    pieces_per_row: Annotated[int, Meta(ge=0, le=MAX_PIECES)] = 0
     generations: int = 0
     num_generations: int = 0
     mapped: MappedOffer | None = None
@@ -94,34 +99,12 @@ def open_description(reply: Described) -> WorkerDescription:
         raise ProtocolError("the worker description does not fit its checksum: it was altered")
     opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
     check_layout(opened.layout)
-    if not 0 <= opened.device_id < MAX_DEVICES or opened.num_fence_slots < 0:
-        raise ProtocolError("the worker description's device or number of slots is out of range")
-    if not (0 <= opened.num_stream_rows <= MAX_ROWS and 0 <= opened.pieces_per_row <= MAX_PIECES):
-        raise ProtocolError("the worker description's progress table is out of range")
     if opened.num_generations not in (0, opened.layout.num_blocks):
         raise ProtocolError(
             f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
             f"{opened.num_generations}"
         )
-    if opened.mapped is not None:
-        _check_offer(opened.mapped)
-    if not 0 <= opened.lease_seconds < math.inf:
-        raise ProtocolError(
-            f"expected lease_seconds of at least 0 and finite, got {opened.lease_seconds}"
-        )
     return opened
-
-
-def _check_offer(offer: MappedOffer) -> None:
-    numbers = [number for one in offer.regions for number in (one.address, one.num_bytes)]
-    in_range = all(0 < number < MAX_ADDRESS for number in (*numbers, offer.token_address))
-    has_handles = all(len(one.handle) == HANDLE_BYTES for one in offer.regions)
-    if (
-        not (in_range and has_handles)
-        or len(offer.regions) > MAX_MAPPED_REGIONS
-        or not 0 < len(offer.token) <= MAX_TOKEN_BYTES
-    ):
-        raise ProtocolError("the worker description's offer of mapped memory is out of range")
 
 
 FENCES, GENERATIONS = "fences", "generations"

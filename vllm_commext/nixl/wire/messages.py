@@ -199,6 +199,9 @@ MAX_ID_CHARACTERS = 128  # of a request or consumer, see `short_id`
 MAX_CONSUMERS = 1024  # of one request
 
 
+Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARACTERS)]
+
+
 class Released(Frame, tag="released", frozen=True):
     """NIXL notification, decode to prefill: a consumer needs the request's blocks no longer.
 
@@ -207,9 +210,9 @@ class Released(Frame, tag="released", frozen=True):
         num_consumers: consumers that the prefill worker has to wait for.
     """
 
-    request_id: str
-    consumer: str
-    num_consumers: int
+    request_id: Id
+    consumer: Id
+    num_consumers: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONSUMERS)]
 
 
 class KeepAlive(Frame, tag="keep_alive", frozen=True):
@@ -220,10 +223,10 @@ class KeepAlive(Frame, tag="keep_alive", frozen=True):
         sender: differs at every start of the reader.
     """
 
-    consumer: str
-    sender: str
+    consumer: Id
+    sender: Id
     sequence: int
-    request_ids: list[str]
+    request_ids: list[Id]
 
 
 _NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
@@ -231,21 +234,7 @@ _NOTIFICATION = msgspec.msgpack.Decoder(Released | KeepAlive)
 
 def decode_notification(frame: bytes) -> Released | KeepAlive:
     """Decode a NIXL notification; raises ProtocolError."""
-    told = checked(decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
-    if isinstance(told, Released):
-        names = (told.request_id, told.consumer)
-        if not 0 < told.num_consumers <= MAX_CONSUMERS:
-            raise ProtocolError(
-                f"notification: expected 1 to {MAX_CONSUMERS} consumers, got {told.num_consumers}"
-            )
-    else:
-        names = (told.consumer, told.sender, *told.request_ids)
-    longest = max(map(len, names))
-    if longest > MAX_ID_CHARACTERS:
-        raise ProtocolError(
-            f"notification: expected ids of at most {MAX_ID_CHARACTERS} characters, got {longest}"
-        )
-    return told
+    return checked(decode(_NOTIFICATION, frame, MAX_NOTIFICATION_BYTES, "notification"))
 
 
 def short_id(name: str) -> str:

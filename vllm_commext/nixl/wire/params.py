@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
@@ -35,7 +36,7 @@ MAX_PLACES = 16
 
 class _SideChannel(msgspec.Struct, forbid_unknown_fields=True):
     host: str
-    port: int
+    port: Annotated[int, Meta(ge=1, le=65535)]
     seal: str = ""
 
 
@@ -82,14 +83,12 @@ def places_for_reuse(
     if named is None:
         return []
     try:
-        places = msgspec.convert(named, list[_SideChannel])
+        places = msgspec.convert(named, Annotated[list[_SideChannel], Meta(max_length=MAX_PLACES)])
     except NOT_CONVERTED as error:
         raise ProtocolError(
             f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
         ) from error
-    check_range(f"len({_PLACES})", len(places), 0, MAX_PLACES)
     for place in places:
-        check_range(f"port in {_PLACES}", place.port, 1, 65535)
         _check_place(secret, place.host, place.port, place.seal, _PLACES)
     return list(dict.fromkeys((place.host, place.port) for place in places))
 
@@ -159,19 +158,19 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
-    remote_port: int
-    remote_block_ids: list[list[int]]
-    remote_num_tokens: int
-    tp_size: int
-    pp_size: int = 1
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[list[list[int]], Meta(min_length=1, max_length=MAX_GROUPS)]
+    remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)]
+    tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     remote_protocol: int = 0
     remote_incarnation: str = ""
-    remote_fence_slot: int = -1
+    remote_fence_slot: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
     remote_fence_nonce: str = ""
     remote_prompt: dict[str, str] = {}
-    remote_first_token: int = -1
-    remote_sampling: str = ""
-    remote_computed_at: int = 0
+    remote_first_token: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
+    remote_sampling: Annotated[str, Meta(max_length=MAX_SAMPLING_CHARACTERS)] = ""
+    remote_computed_at: Annotated[int, Meta(ge=0, le=MAX_MILLISECONDS)] = 0
     remote_seal: str = ""
 
 
@@ -212,7 +211,9 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
             "prefill engine returned, unchanged"
         ) from error
     _check_seal(remote, secret)
-    _check_ranges(remote)
+    check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
+    num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
+    check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
     _check_protocol(remote)
     _check_prompt(remote.remote_prompt)
     return TransferParams(
@@ -359,22 +360,6 @@ def _check_protocol(remote: _RemoteParams) -> None:
         "parameters on",
         _remote_of(remote),
     )
-
-
-def _check_ranges(remote: _RemoteParams) -> None:
-    check_range("remote_port", remote.remote_port, 1, 65535)
-    check_range("tp_size", remote.tp_size, 1, MAX_RANKS)
-    check_range("pp_size", remote.pp_size, 1, MAX_RANKS)
-    check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
-    check_range("len(remote_block_ids)", len(remote.remote_block_ids), 1, MAX_GROUPS)
-    num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
-    check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
-    check_range("remote_fence_slot", remote.remote_fence_slot, -1, MAX_INT)
-    check_range("remote_num_tokens", remote.remote_num_tokens, 0, MAX_INT)
-    check_range("remote_first_token", remote.remote_first_token, -1, MAX_INT)
-    check_range("remote_computed_at", remote.remote_computed_at, 0, MAX_MILLISECONDS)
-    num_characters = len(remote.remote_sampling)
-    check_range("len(remote_sampling)", num_characters, 0, MAX_SAMPLING_CHARACTERS)
 
 
 def _check_prompt(prompt: Mapping[str, str]) -> None:
