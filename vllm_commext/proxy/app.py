@@ -32,6 +32,7 @@ from vllm_commext.proxy.session.preflights import Preflights
 from vllm_commext.proxy.session.session import Session
 from vllm_commext.proxy.session.steps import Service
 from vllm_commext.proxy.session.upstream import Upstream, open_session
+from vllm_commext.proxy.window.window import Window
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -64,6 +65,7 @@ class ProxyApp:
             read_secret(config.engine_api_key_file) if config.engine_api_key_file else ""
         )
         self.metrics = ProxyMetrics(self.pools)
+        self.window = Window(limits, self.registry, self.metrics)
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
         self._num_begun = 0
@@ -97,7 +99,10 @@ class ProxyApp:
             self._preflights = Preflights(self._upstream)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
-            monitor = HealthMonitor(session, self.config, lambda: is_adaptive(mode, pool))
+            is_shown = self.config.admin_port is not None
+            monitor = HealthMonitor(
+                session, self.config, lambda: is_shown or is_adaptive(mode, pool)
+            )
             async with monitor.running(self.registry.engines):
                 self.registry.on_added = monitor.watch
                 self.registry.on_removed = monitor.forget
@@ -169,6 +174,7 @@ class ProxyApp:
                     self._idle.set()
         except ProxyError as error:
             outcome.set(error.kind, error.side)
+            outcome.status = error.status
             raise
         except (ClientGoneError, asyncio.CancelledError):
             if not outcome.is_answered:
@@ -179,6 +185,8 @@ class ProxyApp:
             raise
         finally:
             self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
+            if self.config.admin_port is not None:
+                self.window.note(outcome)
             if self.config.access_log:
                 log_access(request, outcome)
 

@@ -135,21 +135,31 @@ class ClientGoneError(CommextError):
     """The client closed its connection or takes no more bytes."""
 
 
+Mark = tuple[float, str, str]
+"""A moment of a request: `time.monotonic`, a phase or one of those below, and the engine or ""."""
+PREFILL_ASKED, PREFILLED = "prefill asked", "prefilled"
+DECODE_ASKED, DECODE_ANSWERS = "decode asked", "decode answers"
+
+
 @dataclass
 class Route:
     """Engines that an attempt asked. path: one of `TWO_STEP`, `STREAMED`, `LOCAL_PREFILL`,
-    `DIRECT`."""
+    `DIRECT`. ways: kinds of placement, the chosen one first, each with the seconds expected to the
+    first token and for each other. marks: of all attempts."""
 
     path: str = ""
     prefill: str = ""
     decode: str = ""
     placement: str = ""
+    ways: tuple[tuple[str, float, float], ...] = ()
+    marks: list[Mark] = field(default_factory=list[Mark])
 
 
 @dataclass
 class Outcome:
-    """Filled in while a request is served. kind, side: labels of the count. is_answered: the client
-    has its whole stream."""
+    """Filled in while a request is served. kind, side: labels of the count. status: of an error.
+    is_answered: the client has its whole stream, of *tokens*, each but the first in *per_token*
+    seconds. prompt_tokens: about."""
 
     request_id: str
     kind: str = "ok"
@@ -158,6 +168,10 @@ class Outcome:
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     is_answered: bool = False
+    status: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    per_token: float = 0.0
 
     def set(self, kind: str, side: str) -> None:
         self.kind, self.side = kind, side

@@ -20,7 +20,7 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.app import ProxyApp
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.engines.admin import AdminApp
-from vllm_commext.proxy.engines.discovery import Registry, read_places
+from vllm_commext.proxy.engines.discovery import read_places
 from vllm_commext.proxy.http.access import ApiKeys, engine_tls, server_tls
 from vllm_commext.proxy.http.connections import SOCKET_BYTES, Connections
 
@@ -53,7 +53,7 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     stopped = _on_signal()
     await runner.setup()
     try:
-        async with admin_port(proxy.registry, config, announce):
+        async with admin_port(proxy, config, announce):
             await _serve_until(stopped, proxy, runner, announce)
     finally:
         await runner.cleanup()
@@ -61,12 +61,13 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
 
 @asynccontextmanager
 async def admin_port(
-    registry: Registry, config: ProxyConfig, announce: Callable[[str], None]
+    proxy: ProxyApp, config: ProxyConfig, announce: Callable[[str], None]
 ) -> AsyncIterator[None]:
     if config.admin_port is None:
         yield
         return
-    app = AdminApp(registry, read_secret(config.admin_token_file)).build()
+    token = read_secret(config.admin_token_file)
+    app = AdminApp(proxy.registry, token, proxy.window.page, proxy.window.state).build()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
@@ -76,7 +77,8 @@ async def admin_port(
         with _bound(config.admin_host, config.admin_port, "admin-"):
             port = await open_port(runner, connections, config.admin_host, config.admin_port)
         announce(f"admin port on {_url(port)}")
-        yield
+        async with proxy.window.running():
+            yield
     finally:
         await runner.cleanup()
 

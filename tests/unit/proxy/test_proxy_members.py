@@ -233,9 +233,7 @@ async def admin_of(tmp_path: Path, cluster: Any) -> Admin:
     options = {"admin_port": 0, "admin_token_file": str(tmp_path / "token")}
     lines: list[str] = []
     config = ProxyConfig(prefill=(), decode=(), **options)
-    await cluster.stack.enter_async_context(
-        admin_port(cluster.proxy.registry, config, lines.append)
-    )
+    await cluster.stack.enter_async_context(admin_port(cluster.proxy, config, lines.append))
     return Admin(cluster, lines[0].removeprefix("admin port on "))
 
 

@@ -1,4 +1,4 @@
-"""The admin port: add, remove, drain and show engines, with a token."""
+"""The admin port: add, remove, drain and show engines, and the window, with a token."""
 
 import asyncio
 import json
@@ -20,9 +20,14 @@ MAX_WAIT_SECONDS = 3600
 POLL_SECONDS = 0.1
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 class AdminApp:
-    def __init__(self, registry: Registry, token: str) -> None:
-        self._registry = registry
+    """page: of the window, which holds nothing secret and asks for the token. state: its data."""
+
+    def __init__(self, registry: Registry, token: str, page: Handler, state: Handler) -> None:
+        self._registry, self._page, self._state = registry, page, state
         self._token = token.encode()
         self._places: frozenset[EngineEndpoint] = frozenset()
         self._drained: frozenset[str] = frozenset()
@@ -32,6 +37,8 @@ class AdminApp:
             middlewares=[answer_errors, self._check_token], client_max_size=MAX_ADMIN_BODY_BYTES
         )
         app.on_response_prepare.append(hide_software)
+        app.router.add_get("/", self._page)
+        app.router.add_get("/state", self._state)
         app.router.add_get("/engines", self._show)
         app.router.add_post("/engines", self._add)
         app.router.add_delete("/engines", self._remove)
@@ -40,10 +47,8 @@ class AdminApp:
         return app
 
     @web.middleware
-    async def _check_token(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if not bears_one_of([self._token], request):
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/" and not bears_one_of([self._token], request):
             raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <admin token>")
         return await handler(request)
 

@@ -34,6 +34,15 @@ class Plan:
             return LEAST_WORK
         return HANDED_OVER if self.prefill is not None else LOCAL
 
+    @property
+    def ways(self) -> tuple[tuple[str, float, float], ...]:
+        """As `Route.ways`."""
+        if (way := self.expected) is None:
+            return ()
+        other = LOCAL if self.prefill is not None else HANDED_OVER
+        others = ((other, *way.other),) if way.other is not None else ()
+        return (self.kind, way.first_token, way.per_token), *others
+
     def engine(self, role: str) -> Engine | None:
         return self.prefill if role == PREFILL else self.decode
 
@@ -58,8 +67,13 @@ def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
 
 
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
-    """True where anything depends on engines' work and speed; else neither is learned."""
-    return orders_prompts(config, decode) or is_adaptive(config.placement, decode)
+    """True where anything depends on engines' work and speed, or shows them; else neither is
+    learned."""
+    return (
+        config.admin_port is not None
+        or orders_prompts(config, decode)
+        or is_adaptive(config.placement, decode)
+    )
 
 
 class Chooser:

@@ -219,10 +219,10 @@ class Gaps:
 
 
 class Recent:
-    """share: part of an engine's recent time that went to prompts."""
+    """share: part of an engine's recent time that went to prompts; seconds: all of theirs."""
 
     def __init__(self) -> None:
-        self.share = 0.0
+        self.share = self.seconds = 0.0
         self._until = self._known = 0.0
 
     def look(self, now: float, has_work: bool, has_prompts: bool) -> None:
@@ -231,6 +231,7 @@ class Recent:
         if past > 0.0 and has_work:
             new = -math.expm1(-past / RECENT_SECONDS)
             self._known += new * (1.0 - self._known)
+            self.seconds += past if has_prompts else 0.0
             new /= self._known
             self.share = self.share * (1.0 - new) + (new if has_prompts else 0.0)
 

@@ -38,7 +38,8 @@ class Candidate(NamedTuple):
 
 class Way(NamedTuple):
     """Where a request goes, with expected seconds. misses: expected additional missed limits.
-    is_late: the first token is expected after its limit."""
+    is_late: the first token is expected after its limit. other: seconds to the first token and for
+    each other by a hand-over in place of one engine, or by one in place of a hand-over."""
 
     prefill: Candidate
     decode: Candidate
@@ -46,6 +47,7 @@ class Way(NamedTuple):
     per_token: float = 0.0
     misses: float = 0.0
     is_late: bool = False
+    other: tuple[float, float] | None = None
 
     @property
     def is_local(self) -> bool:
@@ -134,9 +136,13 @@ class Planner:
             if cost < least or (cost == least and idx < best[1]):
                 best, least, misses = option, cost, others
         _, _, source, at, own, first, seconds = best
-        per_token = seconds / max(self.shared.lengths.mean, 1.0)
-        is_late = 0.0 < self.shared.limits.first < first
-        return Way(source.candidate, at.candidate, first, per_token, own + misses, is_late)
+        length = max(self.shared.lengths.mean, 1.0)
+        is_late, is_local = 0.0 < self.shared.limits.first < first, source is at
+        turned = ((one[5], one[6] / length) for one in options if (one[2] is one[3]) != is_local)
+        return Way(
+            *(source.candidate, at.candidate, first, seconds / length, own + misses, is_late),
+            next(turned, None),
+        )
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""

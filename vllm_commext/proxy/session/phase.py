@@ -1,8 +1,10 @@
-"""Phases of a request, and the moves between them; docs/design/requests.md says when. Pure."""
+"""Phases of a request, and the moves between them; docs/design/requests.md says when."""
 
+import time
 from collections.abc import Mapping
 
 from vllm_commext.errors import Reason
+from vllm_commext.proxy.outcome import Mark
 
 
 class Phase(Reason):
@@ -31,11 +33,15 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 
 
 class Life:
-    """A request's phase. Raises `RuntimeError` for a move that there is not."""
+    """A request's phase, each with its mark. Raises `RuntimeError` for a move that there is not."""
 
     phase = Phase.ASKED
+
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = marks
 
     def enter(self, phase: Phase) -> None:
         if phase not in MOVES[self.phase]:
             raise RuntimeError(f"a request that is {self.phase} cannot be {phase} next")
         self.phase = phase
+        self._marks.append((time.monotonic(), phase, ""))

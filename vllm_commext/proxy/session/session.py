@@ -38,8 +38,9 @@ class Session:
         headers: Mapping[str, str],
         outcome: Outcome,
     ) -> None:
-        self._service, self._outcome, self.life = service, outcome, Life()
+        self._service, self._outcome, self.life = service, outcome, Life(outcome.route.marks)
         self._asked = Asked(service, request, intake.body, headers)
+        outcome.prompt_tokens = self._asked.tokens
         self._kept: Transcript | Resume = self._asked.kept(service)
         self._steps = Steps(service, self._asked, outcome, self._transcript, self.life)
         self._opened: Opened | None = None

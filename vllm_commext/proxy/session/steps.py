@@ -169,7 +169,7 @@ class Attempt:
             may_hand_over=is_split and asked.local_reason is None,
         )
         if self.plan is not None:
-            self.route.placement = self.plan.as_header()
+            self.route.placement, self.route.ways = self.plan.as_header(), self.plan.ways
             self._service.metrics.placements.labels(self.plan.kind).inc()
 
     @property
@@ -273,7 +273,7 @@ class Attempt:
         losses = self._tries.losses
         return Payload(
             *(asked.path, asked.headers, body, asked.tokens, streams, asked.prefix, losses),
-            *(self.plan, asked.only, self._tries.is_again),
+            *(self.plan, asked.only, self._tries.is_again, self.route.marks),
         )
 
     async def _decode(self, payload: Payload, avoided: Sequence[Engine]) -> Opened:
@@ -408,6 +408,7 @@ class Steps:
         if answer is None:
             return
         answer.end(time.monotonic())
+        self._outcome.tokens, self._outcome.per_token = answer.tokens, answer.per_token
         expected = plan.expected if plan is not None and not self.tries.num_resumed else None
         if expected is not None and seconds is not None and answer.tokens > 1:
             metrics = self._service.metrics

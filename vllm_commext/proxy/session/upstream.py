@@ -22,7 +22,16 @@ from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.connections import SOCKET_BYTES
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.http.sse import Cached
-from vllm_commext.proxy.outcome import Losses, ProxyError, Route
+from vllm_commext.proxy.outcome import (
+    DECODE_ANSWERS,
+    DECODE_ASKED,
+    PREFILL_ASKED,
+    PREFILLED,
+    Losses,
+    Mark,
+    ProxyError,
+    Route,
+)
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.releases import Key, Releases, new_key
@@ -74,7 +83,11 @@ class Payload:
     plan: Plan | None = None
     only: Engine | None = None
     is_again: bool = False
+    marks: list[Mark] = field(default_factory=list[Mark])
     edit: Callable[[bytes], bytes] = lambda events: events
+
+    def mark(self, what: str, engine: Engine) -> None:
+        self.marks.append((time.monotonic(), what, engine.name))
 
     @property
     def is_loading(self) -> bool:
@@ -324,11 +337,13 @@ class Upstream:
             failures_of(engine, seconds, payload.losses, PREFILL),
             Deadline(seconds, engine.on_lost),
         ):
+            payload.mark(PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
             try:
                 answer = await read_answer(engine, response)
             finally:
                 response.close()
+                payload.mark(PREFILLED, engine)
             params, cached = await prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
             return params, cached, job
@@ -353,7 +368,9 @@ class Upstream:
 
             work.callback(forget)
             with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
+                payload.mark(DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
+                payload.mark(DECODE_ANSWERS, engine)
                 work.callback(response.close)
                 if payload.is_stream:
                     _bound_socket(response)

@@ -1,0 +1,136 @@
+"""What came in the last minutes, in buckets of some seconds.  Pure: every time is an argument."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from vllm_commext.limits import Limits
+from vllm_commext.proxy.outcome import Outcome
+
+SECONDS, NUM_BUCKETS = 5, 120
+MINUTE = 60 // SECONDS
+COUNTED = ("local", "handed_over", "least_work", "resumed", "moved", "lost")
+"""Placements by kind; streams resumed, moved, and lost as no other engine went on with them."""
+COLUMNS = (
+    *("rate", "refused", "failed", "first_p50", "first_p99", "each_p50", "each_p99", "in_time"),
+    *COUNTED,
+)
+_GROWTH = math.log(1.05)
+
+
+class Times:
+    """Seconds, to 2.5 %."""
+
+    def __init__(self, parts: Iterable["Times"] = ()) -> None:
+        self._bins = Counter[int]()
+        for one in parts:
+            self._bins.update(one._bins)
+
+    def add(self, seconds: float) -> None:
+        self._bins[round(math.log(max(seconds, 1e-6)) / _GROWTH)] += 1
+
+    def quantiles(self, *shares: float) -> list[float | None]:
+        """Seconds that each of *shares*, in ascending order, was within; None where there are
+        none."""
+        total, passed, found = self._bins.total(), 0, list[float | None]()
+        for number in sorted(self._bins):
+            passed += self._bins[number]
+            while len(found) < len(shares) and passed >= shares[len(found)] * total:
+                found.append(math.exp(number * _GROWTH))
+        return found or [None] * len(shares)
+
+
+@dataclass
+class Bucket:
+    """refused: answered by 503. failed: by anything else that no client caused. num_timed: streams
+    with both times, of which in_time kept the limits. first, each: seconds to the first token, and
+    for each other."""
+
+    number: int = 0
+    ended: int = 0
+    refused: int = 0
+    failed: int = 0
+    num_timed: int = 0
+    in_time: int = 0
+    first: Times = field(default_factory=Times)
+    each: Times = field(default_factory=Times)
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def row(self, seconds: float, has_limits: bool) -> list[float | None]:
+        """Values of `COLUMNS`."""
+        share = self.in_time / self.num_timed if has_limits and self.num_timed else None
+        return [
+            *(self.ended / seconds, self.refused, self.failed),
+            *(*self.first.quantiles(0.5, 0.99), *self.each.quantiles(0.5, 0.99), share),
+            *(self.counts[name] for name in COUNTED),
+        ]
+
+
+def has_failed(outcome: Outcome) -> bool:
+    """True where neither the client nor an end of the proxy that was asked for caused it."""
+    if outcome.kind == "engine_error":
+        return outcome.status >= 500
+    return outcome.kind not in ("ok", "client_gone", "bad_request", "unauthorized", "shutdown")
+
+
+class History:
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self._has_limits = bool(limits.tpot or limits.first)
+        self._buckets = deque([Bucket(int(now // SECONDS))], maxlen=NUM_BUCKETS)
+        self._rows = deque[list[float | None]](maxlen=NUM_BUCKETS - 1)
+        self._began = now
+
+    def advance(self, now: float) -> None:
+        """Begin the buckets that are due."""
+        number = int(now // SECONDS)
+        while (last := self._buckets[-1]).number < number:
+            self._rows.append(last.row(self._covered(last, now), self._has_limits))
+            skipped = max(last.number + 1, number - NUM_BUCKETS + 1)
+            self._buckets.append(Bucket(skipped))
+
+    def note(self, outcome: Outcome) -> bool:
+        """Count a request that has ended; False where it failed or came late."""
+        bucket, has_failure = self._buckets[-1], has_failed(outcome)
+        bucket.ended += 1
+        if outcome.status == 503:
+            bucket.refused += 1
+        elif has_failure:
+            bucket.failed += 1
+        first = outcome.first_token_seconds
+        if not outcome.tokens or first is None:
+            return not has_failure
+        bucket.first.add(first)
+        if outcome.tokens > 1:
+            bucket.each.add(outcome.per_token)
+        is_in_time = self.limits.allow(outcome.per_token, first)
+        bucket.num_timed += 1
+        bucket.in_time += is_in_time
+        return is_in_time and not has_failure
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to `COUNTED`."""
+        self._buckets[-1].counts.update(counts)
+
+    def rows(self, now: float) -> list[list[float | None]]:
+        """Values of `COLUMNS` in each bucket, the latest one last."""
+        last = self._buckets[-1]
+        return [*self._rows, last.row(self._covered(last, now), self._has_limits)]
+
+    def minute(self, now: float) -> list[float | None]:
+        """Values of `COLUMNS` in the last minute."""
+        parts = list(self._buckets)[-MINUTE:]
+        whole = Bucket(parts[0].number, first=Times(), each=Times())
+        for name in ("ended", "refused", "failed", "num_timed", "in_time"):
+            setattr(whole, name, sum(getattr(one, name) for one in parts))
+        whole.first, whole.each = Times(p.first for p in parts), Times(p.each for p in parts)
+        for one in parts:
+            whole.counts.update(one.counts)
+        since = max(parts[0].number * SECONDS, self._began)
+        return whole.row(max(now - since, 1.0), self._has_limits)
+
+    def _covered(self, bucket: Bucket, now: float) -> float:
+        """Seconds of a bucket that have passed, at least one."""
+        begin = max(bucket.number * SECONDS, self._began)
+        return max(min(now, (bucket.number + 1) * SECONDS) - begin, 1.0)
