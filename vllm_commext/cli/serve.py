@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import secrets
 import shutil
 import tempfile
 from contextlib import closing
@@ -103,7 +104,8 @@ def _serve(request: Request, folder: Path, logs: Path) -> int:
 
     with closing(checks.free_ports()) as ports:
         commands = plan.commands(request, folder, ports, os.environ)
-    url = commands[-1].url
+    url, token = commands[-1].url, secrets.token_urlsafe(18)
+    (folder / plan.TOKEN).write_text(token)
     example = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d " + (
         f"""'{{"model": "{request.model}", "prompt": "Hello", "max_tokens": 16}}'"""
     )
@@ -111,6 +113,7 @@ def _serve(request: Request, folder: Path, logs: Path) -> int:
 
     def on_ready() -> None:
         say(f"serves {request.model} at {url}/v1\n  {example}")
+        say(f"what it does, in a browser: {commands[-1].admin_url}/#{token}")
 
     status = asyncio.run(Supervisor(commands, logs, say, on_ready).run())
     if status == 0 and logs.parent == folder.parent and logs.name.startswith(folder.name):

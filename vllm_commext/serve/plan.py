@@ -12,6 +12,8 @@ from vllm_commext.drain import MIDDLEWARE, VARIABLE
 from vllm_commext.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+TOKEN = "token"
+"""File of the admin port's token."""
 TRANSFER = {
     "kv_connector": "CommextNixlConnector",
     "kv_role": "kv_both",
@@ -73,13 +75,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Command:
-    """One process; ``environ`` is laid over this one's, ``drain_file`` makes an engine drain."""
+    """One process; ``environ`` is laid over this one's, ``admin_url`` is the proxy's admin port."""
 
     name: str
     argv: Sequence[str]
     url: str
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
-    drain_file: str = ""
+    admin_url: str = ""
 
     def as_shell(self) -> str:
         """The command for a shell, with the commands' own names."""
@@ -98,7 +100,7 @@ def commands(
     """The engines' commands, then the proxy's.
 
     Args:
-        folder: for files by which engines drain, and for sockets.
+        folder: for files by which engines drain, for the admin port's token and for sockets.
         ports: free ones.
         environ: this process's environment, which wins over defaults.
     """
@@ -106,7 +108,8 @@ def commands(
         _engine(request, number, group, folder, ports, environ)
         for number, group in enumerate(request.groups())
     ]
-    return [*engines, _proxy(request, [engine.url for engine in engines])]
+    urls = [engine.url for engine in engines]
+    return [*engines, _proxy(request, urls, folder / TOKEN, next(ports))]
 
 
 def _engine(
@@ -117,11 +120,11 @@ def _engine(
     ports: Iterator[int],
     environ: Mapping[str, str],
 ) -> Command:
-    port, drain_file = next(ports), str(folder / f"drain-engine{number}")
+    port = next(ports)
     own = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports)),
-        VARIABLE: drain_file,
+        VARIABLE: str(folder / f"drain-engine{number}"),
         "VLLM_RPC_BASE_PATH": str(folder),
     }
     if gpus:
@@ -137,10 +140,10 @@ def _engine(
         json.dumps(TRANSFER),
     ]
     argv += ["--shutdown-timeout", str(SHUTDOWN_SECONDS), *request.engine_args]
-    return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own, drain_file)
+    return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own)
 
 
-def _proxy(request: Request, engines: Sequence[str]) -> Command:
+def _proxy(request: Request, engines: Sequence[str], token: Path, admin_port: int) -> Command:
     argv = [sys.executable, "-m", "vllm_commext", "proxy", "--host", request.host]
     argv += ["--port", str(request.port)]
     for url in engines:
@@ -149,7 +152,12 @@ def _proxy(request: Request, engines: Sequence[str]) -> Command:
     for option, value in limits.items():
         argv += [option, str(value)] if value else []
     argv += [] if request.tpot_ms else ["--placement", "local"]
-    return Command("proxy", argv, f"http://{shown(request.host)}:{request.port}")
+    argv += ["--admin-port", str(admin_port), "--admin-token-file", str(token)]
+    url, admin_url = (
+        f"http://{shown(request.host)}:{request.port}",
+        f"http://{LOOPBACK}:{admin_port}",
+    )
+    return Command("proxy", argv, url, admin_url=admin_url)
 
 
 def shown(host: str) -> str:
