@@ -13,7 +13,7 @@ from typing import Any
 import repository  # noqa: F401
 
 from tests.kit import cluster, fixed_cache
-from tests.kit.servers import CUDA_ENVIRON, LOOPBACK, Server, VllmServer, free_port
+from tests.kit.servers import CPU_ENVIRON, CUDA_ENVIRON, LOOPBACK, Server, VllmServer, free_port
 from vllm_commext.errors import CommextTimeoutError
 
 NONE, OURS, VLLM = "", cluster.CONNECTOR, "NixlConnector"
@@ -103,7 +103,7 @@ def server(setup: Setup, one: Engine) -> VllmServer:
         kv_transfer_config=config,
         args=[*args, *setup.server_args],
         environ={**environ, **one.environ},
-        base_environ=CUDA_ENVIRON if setup.device == "cuda" else None,
+        base_environ=CUDA_ENVIRON if setup.device == "cuda" else CPU_ENVIRON,
         ready_seconds=setup.start_seconds,
     )
 

@@ -43,7 +43,7 @@ from engines import OURS, Engine, Setup
 from load import Stream
 from machine import load_average, machine
 from moving.admin import BOUND_SECONDS, Admin
-from moving.streams import MAX_RANK, Span, figures, ranks, until
+from moving.streams import MAX_RANK, Span, figures, ranks, tokens_by_window, until
 
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.servers import ProxyServer, VllmServer
@@ -53,6 +53,7 @@ from vllm_commext.proxy.session.resume import Resume
 DRAIN, KILL = "drain", "kill"
 LEAST_TOKEN = 3
 COUNTERS = {DRAIN: "commext_proxy_moves_total", KILL: "commext_proxy_resumes_total"}
+LONG = ("each", "tokens by window")
 READ = {
     "blocks read": "vllm:commext_nixl_blocks_total",
     "reused": "vllm:commext_nixl_reuse_blocks_total",
@@ -130,8 +131,8 @@ class Run:
             if fault == KILL:
                 old, new = new, old
             rows.append(await self._fault(fault, old, new))
-            told = {key: value for key, value in rows[-1].items() if key != "each"}
-            print(json.dumps(told), flush=True)
+            short = {key: value for key, value in rows[-1].items() if key not in LONG}
+            print(json.dumps(short), flush=True)
 
     async def _fault(self, fault: str, old: VllmServer, new: VllmServer) -> dict[str, Any]:
         await self._ask("POST", "undrain", url=old.url)
@@ -169,6 +170,7 @@ class Run:
             **{name: int(read.total(counter)) for name, counter in READ.items()},
             **await self._judged(new, streams),
             "each": each,
+            "tokens by window": tokens_by_window(streams, went),
         }
 
     def _stream(self, fault: str) -> Stream:

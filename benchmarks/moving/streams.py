@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -13,6 +13,7 @@ from load import Stream
 from tests.kit.cluster import MODEL_NAME
 from vllm_commext.bench.figures import quantile
 
+BEFORE, AFTER, WINDOW = 2.0, 6.0, 0.02
 MAX_RANK = 10
 """A greedy token whose rank, by another computation of the same, is worse is wrong: roundings
 change the order of the likeliest alone."""
@@ -43,6 +44,17 @@ def figures(stream: Stream, span: Span) -> dict[str, float | int | str]:
         "on": 1e3 * (on - span.empty) if on is not None else float("nan"),
         "error": stream.error,
     }
+
+
+def tokens_by_window(streams: Sequence[Stream], went: float) -> list[int]:
+    """Tokens of all streams in each `WINDOW` from `BEFORE` an engine went until `AFTER`, which are
+    seconds."""
+    counts = [0] * round((BEFORE + AFTER) / WINDOW)
+    for stream in streams:
+        for at, size in zip(stream.times, stream.sizes, strict=True):
+            if 0 <= (place := int((at - went + BEFORE) // WINDOW)) < len(counts):
+                counts[place] += size
+    return counts
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
