@@ -119,8 +119,17 @@ class Pair:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
         self.side_channel_port = free_port()
-        self.prefill = server("prefill", model, folder, self.side_channel_port)
-        self.decode = server("decode", model, folder, free_port())
+        self._make()
+
+    def _make(self) -> None:
+        self.prefill = server("prefill", self._model, self._folder, self.side_channel_port)
+        self.decode = server("decode", self._model, self._folder, free_port())
+
+    def renew(self) -> None:
+        """Replace both servers."""
+        self.stop()
+        self._make()
+        self.start()
 
     def start(self) -> None:
         for one in (self.prefill, self.decode):
@@ -180,7 +189,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(model, tmp_path_factory.mktemp("defects"))
     try:
         made.start()
@@ -190,33 +199,31 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 
 
 @pytest.fixture
-def expendable(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """The pair; what a failed test has left of the prefill server makes room for a new one."""
+def pair(servers: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The servers; a test that fails leaves new ones to the next, so that each fails by itself."""
     before = request.session.testsfailed
-    yield pair
+    yield servers
     if request.session.testsfailed > before:
-        pair.restart_prefill()
+        servers.renew()
 
 
 # First in this file: the decode server has not asked the side channel before it.
-def test_garbage_and_other_versions_and_ranks_leave_the_side_channel_serving(
-    expendable: Pair,
-) -> None:
+def test_garbage_and_other_versions_and_ranks_leave_the_side_channel_serving(pair: Pair) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.connect(f"tcp://{LOOPBACK}:{expendable.side_channel_port}")
+        dealer.connect(f"tcp://{LOOPBACK}:{pair.side_channel_port}")
         for frame in FRAMES:
             dealer.send_multipart([b"", frame])
         time.sleep(1.0)
-    assert expendable.disaggregated() == RIGHT
+    assert pair.disaggregated() == RIGHT
 
 
-def test_malformed_notifications_leave_the_engine_serving(expendable: Pair) -> None:
+def test_malformed_notifications_leave_the_engine_serving(pair: Pair) -> None:
     command = [sys.executable, "-m", "tests.chaos.rogue", KIND, LOOPBACK]
-    command += [str(expendable.side_channel_port), ENGINE_ID]
+    command += [str(pair.side_channel_port), ENGINE_ID]
     environ = {**os.environ, **CPU_ENVIRON}
     subprocess.run(command, env=environ, cwd=ROOT, check=True, timeout=300)
-    assert expendable.disaggregated() == RIGHT
+    assert pair.disaggregated() == RIGHT
 
 
 def test_blocks_of_an_expired_lease_are_not_served(pair: Pair) -> None:
