@@ -21,8 +21,8 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import FenceTable
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent

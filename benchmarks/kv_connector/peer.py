@@ -16,8 +16,8 @@ from tests.kit.servers import LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import CacheLayout
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import NixlAgent, load_nixl

@@ -99,9 +99,9 @@ def with_secret(folder: Path) -> Iterator[SideVictim]:
 
 def _serve(port: int, secret: bytes | None) -> None:
     from vllm_commext.nixl.config import ConnectorConfig
-    from vllm_commext.nixl.metrics.recorder import TransferRecorder
     from vllm_commext.nixl.prefill.leases import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+    from vllm_commext.nixl.recorder import TransferRecorder
     from vllm_commext.nixl.requests import CompletionQueue
     from vllm_commext.nixl.stream.producer import StreamDirectory
     from vllm_commext.nixl.stream.progress import WorkerTables

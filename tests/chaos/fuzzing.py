@@ -27,9 +27,9 @@ from tests.kit.descriptions import description
 from tests.kit.memory import heap_bytes
 from tests.kit.servers import CPU_ENVIRON, LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.leases import LeaseManager
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent

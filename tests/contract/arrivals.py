@@ -13,9 +13,9 @@ from tests.contract.scheduled_core import (
 )
 from tests.kit.descriptions import description
 from tests.kit.ports import free_port
+from vllm_commext.nixl.first_token import FirstToken
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.reasons import FirstToken
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.params import write_place

@@ -18,7 +18,8 @@ from tests.kit.descriptions import description
 from tests.kit.ports import free_port
 from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl.metadata import HandshakeMetadata
-from vllm_commext.nixl.reuse.offers import GenerationTable, Run
+from vllm_commext.nixl.prefill.fence import GenerationTable
+from vllm_commext.nixl.reuse import Run
 from vllm_commext.nixl.wire.params import write_place
 
 HOST = "127.0.0.1"

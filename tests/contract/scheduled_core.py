@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_commext.nixl.metadata import WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import Ends, FailedLoad
+from vllm_commext.nixl.recorder import Ends, FailedLoad
 
 BLOCK = 4
 NUM_BLOCKS = 64

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.test_operations import BY, NAME, OTHER_LABELS, PAGE, samples
 from vllm_commext.nixl.decode.peers import IDLE_SECONDS, PeerState
-from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
+from vllm_commext.nixl.recorder import FAILURE_REASONS
 from vllm_commext.proxy.session.two_step import LocalPrefill
 
 yaml = pytest.importorskip("yaml")

@@ -42,7 +42,7 @@ from tests.contract.scheduled_core import (
 from vllm_commext.compat import engine_wait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl import first_token
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.first_token import FirstToken
 
 # vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
 pytestmark = pytest.mark.timeout(600)

@@ -30,10 +30,9 @@ from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import connector, engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.metrics.prometheus import CommextNixlStats
-from vllm_commext.nixl.metrics.recorder import TransferRecorder, empty_data
-from vllm_commext.nixl.pipeline import ONE_STAGE
-from vllm_commext.nixl.vllm_cache import groups_of, needs_zeroed_blocks
+from vllm_commext.nixl.prometheus import CommextNixlStats
+from vllm_commext.nixl.recorder import TransferRecorder, empty_data
+from vllm_commext.nixl.vllm_cache import ONE_STAGE, groups_of, needs_zeroed_blocks
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(

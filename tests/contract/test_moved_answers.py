@@ -40,7 +40,7 @@ from tests.contract.scheduled_core import (
 )
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
-from vllm_commext.nixl.reasons import NoReuse
+from vllm_commext.nixl.reuse import NoReuse
 
 pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))

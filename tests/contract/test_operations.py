@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics
+from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.proxy.engines.pool import read_capabilities
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 

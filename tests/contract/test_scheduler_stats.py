@@ -27,7 +27,7 @@ from vllm_commext.nixl.geometry.layout import (
     Group,
 )
 from vllm_commext.nixl.metadata import HandshakeMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import Ends, FailedLoad
+from vllm_commext.nixl.recorder import Ends, FailedLoad
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint

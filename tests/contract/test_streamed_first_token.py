@@ -37,7 +37,7 @@ from tests.contract.scheduled_core import (
 )
 from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.first_token import FirstToken
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -33,9 +33,9 @@ from vllm_commext.nixl.geometry.plan import blocks_to_fill, plan_read
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
 from vllm_commext.nixl.prefill.prefills import Prefills
-from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Load, RemoteRequest
 from vllm_commext.nixl.stream.cursor import Cursor, cursor_of
+from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.stream.progress import PIECE_IDS, ProgressTable, Publisher, header_of
 from vllm_commext.nixl.vllm_cache import groups_of
 from vllm_commext.nixl.wire.description import FENCES, STREAM_HEADERS, STREAM_PIECES

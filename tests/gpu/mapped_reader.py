@@ -33,8 +33,8 @@ from vllm_commext.nixl.geometry.layout import (
     expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
-from vllm_commext.nixl.mapped.gather import CudaDevice
-from vllm_commext.nixl.mapped.mapping import Mapped, MappedReader, Mapper, place_of_process
+from vllm_commext.nixl.mapped import Mapped, MappedReader, Mapper, place_of_process
+from vllm_commext.nixl.transport.gather import CudaDevice
 from vllm_commext.nixl.transport.posting import Posting
 from vllm_commext.nixl.wire.description import MappedOffer
 

@@ -26,8 +26,7 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.nixl.first_token import Sampler, facts_digest
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.first_token import FirstToken, Sampler, facts_digest
 from vllm_commext.nixl.wire.params import is_for_decode, params_of, pieces_of
 
 if TYPE_CHECKING:

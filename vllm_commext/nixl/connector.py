@@ -23,14 +23,12 @@ from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.engine_context import EngineContext
-from vllm_commext.nixl.first_token import Sampler
+from vllm_commext.nixl.first_token import FirstToken, Sampler
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.metrics.prometheus import CommextNixlPromMetrics, CommextNixlStats
-from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.prometheus import CommextNixlPromMetrics, CommextNixlStats
 from vllm_commext.nixl.scheduler import SchedulerSide
-from vllm_commext.nixl.vllm_cache import groups_of
+from vllm_commext.nixl.vllm_cache import ONE_STAGE, Pipeline, gather_bytes, groups_of
 from vllm_commext.nixl.worker import WorkerSide, metadata_of
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from vllm_commext.nixl.geometry.layout import FULL, Group
 from vllm_commext.nixl.geometry.plan import keeps_every_token
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.metadata import StepMetadata
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.fence import new_key
-from vllm_commext.nixl.reasons import Handover, NoReuse
+from vllm_commext.nixl.recorder import TransferRecorder
+from vllm_commext.nixl.reuse import NoReuse
+from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.stream.progress import Region, regions_of
 from vllm_commext.nixl.wakeup import WakeupSocket
 from vllm_commext.nixl.wire.client import ClientThread

@@ -23,7 +23,7 @@ from vllm_commext.nixl.engine_context import Reusing, Streaming, reuse_refusal, 
 from vllm_commext.nixl.geometry.layout import STATE
 from vllm_commext.nixl.geometry.plan import num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.reasons import NoReuse
+from vllm_commext.nixl.reuse import NoReuse
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
     ModelFacts,

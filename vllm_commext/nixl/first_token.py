@@ -28,12 +28,33 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.errors import Reason
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_commext.nixl.wire.params import TransferParams
+
+
+class FirstToken(Reason):
+    """The source of a request's first token, or the reason to compute it on the decode engine."""
+
+    PREFILL = "prefill", "the prefill engine's"
+    RESUMED = "resumed", "an answer that another decode engine has begun, and that goes on here"
+    OFF = "off", "first tokens are not handed over here"
+    ENGINE = "engine", "this engine speculates, or changes logits by rules of its own"
+    NOT_OFFERED = "not_offered", "the prefill engine offers none"
+    DIFFERS = "differs", "the prefill engine drew it by something else, or after another prompt"
+    SEEDED = "seeded", "the second token depends on the generator that drew the first one"
+    LOGPROBS = "logprobs", "its log probability is asked for"
+    GRAMMAR = "grammar", "a grammar restricts it"
+    PENALTIES = "penalties", "penalties change its logits"
+    LOGIT_RULES = "logit_rules", "biases, or lists of allowed or bad tokens, change its logits"
+    MIN_TOKENS = "min_tokens", "an end may not come yet"
+    SAMPLES = "samples", "samples of one request are independent of one another"
+    PROMPT = "prompt", "its prompt is not one of tokens alone"
+    OTHER = "other", "a parameter that is not known here"
+
 
 NO_TOKEN = -1
 GREEDY = "greedy"

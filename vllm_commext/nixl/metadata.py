@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_commext.anonymous_memory import Offer
-from vllm_commext.nixl.metrics.recorder import Ends
+from vllm_commext.nixl.recorder import Ends
 from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
 
 

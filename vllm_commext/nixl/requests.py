@@ -40,7 +40,7 @@ class RemoteRequest:
             ``stream.progress``.
         stream_tag: what tells it from other requests that get the row.
         generations: one a block, where the blocks are kept for nobody: what was read counts if each
-            still stands there afterwards, see ``reuse.offers``. Without fence and lease.
+            still stands there afterwards, see ``reuse``. Without fence and lease.
     """
 
     engine_id: str

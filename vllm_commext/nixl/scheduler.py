@@ -13,11 +13,11 @@ from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.topology import Rank, worker_number
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import GAUGES, HANDOVERS, STREAMS, empty_data
 from vllm_commext.nixl.prefill.prefill_state import releases_of
 from vllm_commext.nixl.prefill.prefills import Prefills
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.reuse.side import ReuseSide
+from vllm_commext.nixl.recorder import GAUGES, HANDOVERS, STREAMS, empty_data
+from vllm_commext.nixl.reuse import ReuseSide
 from vllm_commext.nixl.wire.params import is_for_decode, is_for_prefill, params_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.decode.loader import Loader
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
 from vllm_commext.nixl.prefill.leases import LeaseManager
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Hold, Load, Release, Wait
 from vllm_commext.nixl.stream.progress import Publisher
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log

@@ -15,17 +15,23 @@ from vllm_commext.nixl.decode.links import Link, LocalWorker
 from vllm_commext.nixl.geometry.layout import block_bytes, describe_place
 from vllm_commext.nixl.geometry.topology import worker_number
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.mapped.mapping import Mapped
+from vllm_commext.nixl.mapped import Mapped
 from vllm_commext.nixl.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
-from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline
+from vllm_commext.nixl.prefill.fence import MIN_CELLS, GenerationTable
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import Load, Outcomes, Release
-from vllm_commext.nixl.reuse.offers import MIN_CELLS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables
 from vllm_commext.nixl.transfer_thread import GiveUp, Look, Renew, TransferThread
 from vllm_commext.nixl.transport import probe
 from vllm_commext.nixl.transport.agent import NixlAgent, ucx_log
-from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout, groups_of, needs_zeroed_blocks
+from vllm_commext.nixl.vllm_cache import (
+    ONE_STAGE,
+    ModelFacts,
+    Pipeline,
+    cache_layout,
+    groups_of,
+    needs_zeroed_blocks,
+)
 from vllm_commext.nixl.wakeup import notifier
 from vllm_commext.nixl.wire.description import WorkerDescription, encode_description
 

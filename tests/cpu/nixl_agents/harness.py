@@ -30,11 +30,11 @@ from vllm_commext.nixl.geometry.layout import (
 )
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.mapped.mapping import Mapper
-from vllm_commext.nixl.metrics.recorder import Ends, TransferRecorder, empty_data, merge
+from vllm_commext.nixl.mapped import Mapper
+from vllm_commext.nixl.prefill.fence import GenerationTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
+from vllm_commext.nixl.recorder import Ends, TransferRecorder, empty_data, merge
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
-from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS, NixlAgent

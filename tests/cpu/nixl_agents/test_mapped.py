@@ -19,11 +19,11 @@ from tests.cpu.nixl_agents.harness import (
 from tests.cpu.nixl_agents.streams import CHUNKS, Prompt
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import HostDevice, HostOffer
-from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.mapping import Mapper
+from vllm_commext.nixl.mapped import Mapper
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots
 from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.transfer_thread import GiveUp
+from vllm_commext.nixl.transport import gather
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -102,7 +102,7 @@ def test_a_few_large_pieces_are_left_to_nixl(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read by read: blocks side by side are one piece a layer to it, scattered ones many."""
-    monkeypatch.setattr("vllm_commext.nixl.mapped.mapping.LARGE_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr("vllm_commext.nixl.mapped.LARGE_BYTES", 4 * BLOCK_BYTES)
     pair = Pair(make_engine, stride_bytes=BLOCK_BYTES)
     shape = {"block_bytes": BLOCK_BYTES, "stride_bytes": BLOCK_BYTES}
     for name, own, theirs, is_mapped in (
@@ -197,7 +197,7 @@ def test_peers_that_are_not_needed_are_unmapped(
 def test_what_cannot_be_mapped_is_read_by_nixl(
     pair: Pair, log_lines: Lines, monkeypatch: pytest.MonkeyPatch, case: str, words: str
 ) -> None:
-    monkeypatch.setattr("vllm_commext.nixl.mapped.mapping.CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("vllm_commext.nixl.mapped.CHECK_SECONDS", 0.2)
     if case == "older":
         other = pair.make_engine("q", seed=3, serve=True)
     elif case == "outside":

@@ -21,7 +21,7 @@ from tests.cpu.nixl_agents.harness import (
 )
 from vllm_commext.nixl.decode.reads import Proof
 from vllm_commext.nixl.geometry.plan import ReadPlan
-from vllm_commext.nixl.metrics.recorder import FAILURE_REASONS
+from vllm_commext.nixl.recorder import FAILURE_REASONS
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import IN_PROGRESS

@@ -19,8 +19,9 @@ from tests.cpu.nixl_agents.harness import (
     same,
     wait_until,
 )
+from vllm_commext.nixl.prefill.fence import open_generations
 from vllm_commext.nixl.requests import RemoteRequest
-from vllm_commext.nixl.reuse.offers import OfferTable, open_generations
+from vllm_commext.nixl.reuse import OfferTable
 from vllm_commext.nixl.transfer_thread import GiveUp
 
 NUM_OVERWRITES = 1000

@@ -9,7 +9,7 @@ import pytest
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.launch import arguments_type
-from vllm_commext.nixl.mapped.gather import MAX_RUNS, make_arguments
+from vllm_commext.nixl.transport.gather import MAX_RUNS, make_arguments
 
 
 def test_members_keep_their_order_and_types() -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.nixl.first_token import Sampler, facts_digest, offer, source_of
-from vllm_commext.nixl.reasons import FirstToken
+from vllm_commext.nixl.first_token import FirstToken, Sampler, facts_digest, offer, source_of
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import MAX_SAMPLING_CHARACTERS, TransferParams
 

@@ -12,9 +12,9 @@ from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import run_kernel
 from vllm_commext.gpu.nvrtc import Program
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.gather import CHUNK_BYTES, Gather, Gatherer, Places, batches
+from vllm_commext.nixl.transport import gather
 from vllm_commext.nixl.transport.agent import DONE
+from vllm_commext.nixl.transport.gather import CHUNK_BYTES, Gather, Gatherer, Places, batches
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 SIZES = st.one_of(

@@ -17,7 +17,7 @@ from tests.kit.stream_requests import request
 from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl import identity
 from vllm_commext.nixl.identity import Identity
-from vllm_commext.nixl.reuse.offers import root_of
+from vllm_commext.nixl.reuse import root_of
 from vllm_commext.nixl.wire.prompt import digests
 
 CONTENTS = ("x", "yy", "zzz")

@@ -9,8 +9,8 @@ from tests.kit.examples import examples
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import UInt64Array, expand_rows
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.mapped import gather
-from vllm_commext.nixl.mapped.gather import Batch, Places, Region, batches, mapped_rows
+from vllm_commext.nixl.transport import gather
+from vllm_commext.nixl.transport.gather import Batch, Places, Region, batches, mapped_rows
 
 LENGTHS = (1, 16, 48, 100, gather.CHUNK_BYTES - 1, gather.CHUNK_BYTES, gather.CHUNK_BYTES + 1)
 LENGTHS += (3 * gather.CHUNK_BYTES, 5 * gather.CHUNK_BYTES + 7)

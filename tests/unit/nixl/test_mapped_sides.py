@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl import mapped as mapping
 from vllm_commext.nixl.config import AUTO, NEVER, ConnectorConfig
-from vllm_commext.nixl.mapped import mapping
-from vllm_commext.nixl.mapped.mapping import Mapped, place_of_process
+from vllm_commext.nixl.mapped import Mapped, place_of_process
 
 
 class Runtime:

@@ -16,7 +16,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import CacheLayout, check_layout, describe_place
 from vllm_commext.nixl.geometry.topology import Split
-from vllm_commext.nixl.pipeline import ONE_STAGE, Pipeline, gather_bytes
+from vllm_commext.nixl.vllm_cache import ONE_STAGE, Pipeline, gather_bytes
 
 BOUND = timedelta(seconds=60)
 HYBRID = "mamba2 with eight groups"

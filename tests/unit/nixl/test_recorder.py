@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.examples import examples
-from vllm_commext.nixl.metrics.recorder import (
+from vllm_commext.nixl.first_token import FirstToken
+from vllm_commext.nixl.recorder import (
     FAILURE_REASONS,
     Ends,
     FailedLoad,
@@ -16,7 +17,7 @@ from vllm_commext.nixl.metrics.recorder import (
     is_empty,
     merge,
 )
-from vllm_commext.nixl.reasons import FirstToken, Handover
+from vllm_commext.nixl.stream.producer import Handover
 
 
 def records(kind: object) -> st.SearchStrategy[Any]:

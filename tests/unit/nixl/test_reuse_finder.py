@@ -13,9 +13,9 @@ from tests.kit.descriptions import description
 from tests.kit.inquiry import ask, wait_for
 from tests.kit.ports import free_port
 from vllm_commext.errors import ProtocolError
+from vllm_commext.nixl.decode.askers import BlockFinder
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.reuse.offers import OfferTable
-from vllm_commext.nixl.reuse.side import BlockFinder
+from vllm_commext.nixl.reuse import OfferTable
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import ClientThread
 from vllm_commext.nixl.wire.connection import endpoint
@@ -179,7 +179,7 @@ def test_side_channels_of_the_past_are_forgotten(
     make: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines come and go, each at an address of its own: what is kept of them is bounded."""
-    monkeypatch.setattr("vllm_commext.nixl.reuse.side.MAX_CHANNELS", 4)
+    monkeypatch.setattr("vllm_commext.nixl.decode.askers.MAX_CHANNELS", 4)
     finder = make()
     used = [serve() for _ in range(6)]
     for number, (port, table) in enumerate(used):

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_commext.nixl.reuse.offers import chain, root_of
+from vllm_commext.nixl.reuse import chain, root_of
 from vllm_commext.nixl.wire.messages import HASH_BYTES
 
 FACTS = "0" * 64

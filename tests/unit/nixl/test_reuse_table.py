@@ -12,16 +12,10 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from vllm_commext.nixl import reuse as offers
 from vllm_commext.nixl.identity import Identity
-from vllm_commext.nixl.reuse import offers
-from vllm_commext.nixl.reuse.offers import (
-    GenerationTable,
-    Names,
-    Offers,
-    OfferTable,
-    num_complete,
-    open_generations,
-)
+from vllm_commext.nixl.prefill.fence import GenerationTable, open_generations
+from vllm_commext.nixl.reuse import Names, Offers, OfferTable, num_complete
 
 NUM_BLOCKS = 8
 
@@ -88,8 +82,8 @@ def test_another_process_writes_there_too() -> None:
     table = GenerationTable(NUM_BLOCKS, 4)
     code = (
         "from vllm_commext.anonymous_memory import Offer\n"
-        "from vllm_commext.nixl.reuse.offers import open_generations\n"
-        "from vllm_commext.nixl.reuse.offers import OfferTable\n"
+        "from vllm_commext.nixl.prefill.fence import open_generations\n"
+        "from vllm_commext.nixl.reuse import OfferTable\n"
         f"OfferTable([open_generations({table.offer!r})]).drop(5)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

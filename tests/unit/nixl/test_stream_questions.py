@@ -10,9 +10,9 @@ from tests.kit.descriptions import description
 from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.ports import free_port
 from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.nixl.decode.askers import StreamAsker
 from vllm_commext.nixl.prefill import side_channel
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.stream.asker import StreamAsker
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import client as client_module
 from vllm_commext.nixl.wire import messages as wire

@@ -16,10 +16,9 @@ from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
 from vllm_commext.nixl.prefill.prefill_state import PrefillState
-from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Hold, Restart
 from vllm_commext.nixl.stream import progress as rows
-from vllm_commext.nixl.stream.producer import MAX_ENDED, StreamDirectory, StreamProducer
+from vllm_commext.nixl.stream.producer import MAX_ENDED, Handover, StreamDirectory, StreamProducer
 from vllm_commext.nixl.stream.progress import ENDED, Header, ProgressTable, Publisher, header_of
 from vllm_commext.nixl.wire.messages import FoundStream
 

@@ -7,8 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.nixl.test_wire_description import DESCRIPTION
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS
-from vllm_commext.nixl.reuse.offers import GenerationTable
+from vllm_commext.nixl.prefill.fence import NUM_SLOTS, GenerationTable
 from vllm_commext.nixl.stream.progress import ProgressTable, WorkerTables
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import tables_in

@@ -14,7 +14,7 @@ from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.mapped.mapping import MappedReader, Mapper
+from vllm_commext.nixl.mapped import MappedReader, Mapper
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent

@@ -16,7 +16,7 @@ from vllm_commext.nixl.decode.reads import BlockRead, End, ReadSet, prepare
 from vllm_commext.nixl.decode.transfers import Failure, ShardRead, failure_of, restarted
 from vllm_commext.nixl.decode.uses import Uses
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Load, PeerKey
 from vllm_commext.nixl.stream.follower import Follower, failure_of_stream
 from vllm_commext.nixl.transport.agent import NixlAgent

@@ -15,7 +15,7 @@ from vllm_commext.nixl.decode.reads import Sweeper, num_descriptors
 from vllm_commext.nixl.decode.transfers import RemotePrefill, ShardRead, SourceWorker, Use
 from vllm_commext.nixl.geometry.plan import plan_read
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire

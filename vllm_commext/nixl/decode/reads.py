@@ -10,7 +10,7 @@ from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.decode.transfers import Failure, ShardRead
 from vllm_commext.nixl.geometry.plan import Pairs
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import Posting, Reader, pause

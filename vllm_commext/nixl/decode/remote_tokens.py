@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_commext.nixl.decode.askers import StreamAsker
 from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, TokenPhase
 from vllm_commext.nixl.engine_context import EngineContext
-from vllm_commext.nixl.first_token import refusal_of, source_of
-from vllm_commext.nixl.metrics.recorder import FIRST_TOKENS
-from vllm_commext.nixl.reasons import FirstToken
-from vllm_commext.nixl.stream.asker import StreamAsker
+from vllm_commext.nixl.first_token import FirstToken, refusal_of, source_of
+from vllm_commext.nixl.recorder import FIRST_TOKENS
 from vllm_commext.nixl.wire.params import answer_of, params_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from vllm_commext.nixl.decode.transfers import (
     remote_of,
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Load, PeerKey, RemoteRequest, Wait
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire

@@ -5,6 +5,8 @@ prefill gets a slot, whose nonce goes out with the request parameters; the worke
 *before* it reports the blocks as free.  The decode worker reads the slot after the blocks: if the
 nonce stands there still, the blocks were the request's all the while.
 
+Blocks that are kept for nobody have generations instead, see ``reuse``.
+
 The nonces of a slot follow from a key that is drawn at every start of the engine: the workers have
 them in place before the request has finished, and who has seen some cannot tell a further one.
 """
@@ -17,8 +19,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from vllm_commext.anonymous_memory import AnonymousMemory, Offer
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.description import FENCES
+from vllm_commext.nixl.wire.description import FENCES, GENERATIONS
 
 NUM_SLOTS = 65536  # finished prefills that one engine can hold at a time
 NUM_CELLS = 1024  # fences that one worker can read at a time
@@ -88,3 +91,34 @@ class FenceTable:
         """A request's blocks are about to be freed; the nonce that stands there now."""
         self.nonces[slot] = new = next_nonce(self._key, slot, nonce)
         return new
+
+
+Generations = npt.NDArray[np.uint64]
+MIN_CELLS = 4096  # generations that one worker can read at a time, or those of its longest prompt
+_GENERATION_BYTES = 8
+
+
+class GenerationTable:
+    """One worker's generations.
+
+    Attributes:
+        generations: ``[num_blocks]`` uint64; written by the scheduler side alone.
+        table: the same, for peers.
+    """
+
+    def __init__(self, num_blocks: int, num_cells: int) -> None:
+        self._memory = AnonymousMemory.create("commext-generations", _GENERATION_BYTES * num_blocks)
+        self.offer = self._memory.offer
+        self.generations: Generations = np.frombuffer(self._memory.map, dtype=np.uint64)
+        self.table = Table(GENERATIONS, self.generations, num_cells)
+
+    def close(self) -> None:
+        """Let go of the memory's name; the scheduler side has opened it, or never will."""
+        self._memory.forget_file()
+
+
+def open_generations(offer: Offer) -> Generations:
+    """A worker's generations, in the scheduler's process; raises UnsupportedError."""
+    memory = AnonymousMemory.open(offer)
+    memory.forget_file()
+    return np.frombuffer(memory.map, dtype=np.uint64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.log import RateLimitedLog
-from vllm_commext.nixl.metrics.recorder import TransferRecorder
+from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent

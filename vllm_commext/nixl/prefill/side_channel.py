@@ -15,7 +15,7 @@ from typing import NamedTuple
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.prefill.listener import Connection, Listener
-from vllm_commext.nixl.reuse.offers import OfferTable
+from vllm_commext.nixl.reuse import OfferTable
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import addresses

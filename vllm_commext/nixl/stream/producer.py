@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_commext.errors import Reason
 from vllm_commext.nixl.geometry.layout import FULL
 from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
 from vllm_commext.nixl.identity import Identity
@@ -22,7 +23,6 @@ from vllm_commext.nixl.prefill.prefill_state import (
     Stream,
     progress_in,
 )
-from vllm_commext.nixl.reasons import Handover
 from vllm_commext.nixl.requests import Chunk, Listed, Restart
 from vllm_commext.nixl.stream.progress import num_rows_of
 from vllm_commext.nixl.wire.messages import FoundStream
@@ -34,6 +34,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_commext.nixl.engine_context import Streaming
+
+
+class Handover(Reason):
+    """The way in which a request's KV cache is handed over, with its reason."""
+
+    STREAMED = "streamed", "by chunks, while the prompt is computed"
+    NO_KEY = "no_key", "its router gave no key"
+    OFF = "off", "this engine does not do: set stream_chunks in its kv_connector_extra_config"
+    LAYERS = "layers", "is not done for models of which no layer's blocks all stay until the end"
+    HOST_COPY = "host_copy", "is not done with a copy of the cache in host memory"
+    ZEROED = (
+        "zeroed",
+        "is not done for models whose blocks vLLM zeroes before it uses them, where all of "
+        "these stay until the end",
+    )
+    NO_ROOM = "no_room", "all rows for streams are taken, or the prompt does not fit one"
+    REPEATED_KEY = "repeated_key", "another request has the key"
+    PROMPT = "prompt", "prompts of this kind are not streamed"
+    NOT_FOUND = "not_found", "the prefill engine does not stream it, or did not begin with the key"
 
 
 MAX_ENDED = 4096

@@ -34,9 +34,8 @@ import torch
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.geometry.layout import FULL, STATE, Group, Int32Array
 from vllm_commext.nixl.geometry.plan import num_blocks_for
-from vllm_commext.nixl.prefill.fence import FenceTable
+from vllm_commext.nixl.prefill.fence import FenceTable, GenerationTable
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Restart
-from vllm_commext.nixl.reuse.offers import GenerationTable
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.tables import Table
 from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES, described

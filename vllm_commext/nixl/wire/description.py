@@ -56,7 +56,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
             0 where it takes no ``KeepAlive``.
         stream_headers: address of the headers of its progress table, see ``stream.progress``.
         stream_entries: address of the progress table's block ids.
-        generations: address of its blocks' generations, see ``reuse.offers``.
+        generations: address of its blocks' generations, see ``reuse``.
         num_generations: one a block, or 0 where it has no blocks on offer.
         mapped: None where its cache is not read through a mapping.
     """

@@ -130,7 +130,7 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """Side channel, between any two engines: which of these blocks are on offer?
 
     Attributes:
-        hashes: of a prompt's blocks from its first on, see ``reuse.offers``, one behind the other,
+        hashes: of a prompt's blocks from its first on, see ``reuse``, one behind the other,
             ``HASH_BYTES`` each and at most ``MAX_HASHES``.
     """
 

@@ -17,7 +17,7 @@ from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.layout import strided_row
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.log import logger
-from vllm_commext.nixl.mapped.gather import (
+from vllm_commext.nixl.transport.gather import (
     PLACES_BYTES,
     Batch,
     CudaDevice,

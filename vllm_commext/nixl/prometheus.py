@@ -15,10 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from vllm_commext.nixl import recorder
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import keeps_host_copy
-from vllm_commext.nixl.metrics import recorder
-from vllm_commext.nixl.metrics.recorder import (
+from vllm_commext.nixl.first_token import FirstToken
+from vllm_commext.nixl.recorder import (
     COUNTERS,
     FAILURE_REASONS,
     HISTOGRAMS,
@@ -27,7 +28,7 @@ from vllm_commext.nixl.metrics.recorder import (
     is_empty,
     merge,
 )
-from vllm_commext.nixl.reasons import FirstToken, Handover
+from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.wire.params import write_place
 from vllm_commext.nixl.wire.seal import read_secret
 

@@ -1,20 +1,20 @@
-"""Asks prefill engines, from the decode engine's scheduler process, whether they have begun with
-requests whose keys are known here, and which tokens follow these prompts.
-
-A question is open at each side channel, which is answered as soon as something new is known there.
+"""Asks other engines from the decode engine's scheduler process: prefill engines, whether they have
+begun with requests whose keys are known here and which tokens follow these prompts, and engines
+whose answers go on here, which blocks of them are on offer.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_commext.errors import CommextError, CommextTimeoutError, ProtocolError
+from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.client import NO_BACK_OFF, ClientThread, SideChannel
+from vllm_commext.nixl.wire.client import NO_BACK_OFF, BackOff, ClientThread, SideChannel
 from vllm_commext.nixl.wire.connection import SideChannelAddress
 from vllm_commext.nixl.wire.params import TransferParams, transfer_params_of_stream
 
@@ -46,7 +46,8 @@ class _Waiters:
 
 
 class StreamAsker:
-    """Requests that wait for prefill engines to begin.
+    """Requests that wait for prefill engines to begin.  A question is open at each side channel,
+    which is answered as soon as something new is known there.
 
     Args:
         answer_seconds: how long one question waits for its answer, beyond the time for which the
@@ -235,3 +236,97 @@ def _transfer_params(reply: wire.FoundStreams, stream: wire.FoundStream) -> Answ
         return transfer_params_of_stream(remote, stream.prompt)
     except ProtocolError as error:
         return error
+
+
+BACK_OFF = BackOff()
+MAX_CHANNELS = 128
+"""Side channels that are known at a time; the one that was asked least recently makes room."""
+
+
+@dataclass(eq=False)
+class _Search:
+    """One request's questions."""
+
+    request_id: str
+    question: wire.FindBlocks
+    until: float
+    num_open: int
+    best: wire.FoundBlocks | None = None
+
+
+class BlockFinder:
+    """Requests whose blocks are being looked for."""
+
+    def __init__(
+        self, client: ClientThread, consumer: str, limit_seconds: float, notify: Callable[[], None]
+    ) -> None:
+        self._client = client
+        self._consumer = consumer
+        self._limit_seconds = limit_seconds
+        self._notify = notify
+        self._searches: dict[str, _Search] = {}
+        # The one that was asked last comes last.
+        self._channels: dict[SideChannelAddress, SideChannel] = {}
+        self._log = RateLimitedLog()
+
+    def search(
+        self, request_id: str, hashes: Sequence[bytes], addresses: Sequence[SideChannelAddress]
+    ) -> None:
+        asked = b"".join(hashes[: wire.MAX_HASHES])
+        question = wire.FindBlocks(hashes=asked, consumer=self._consumer)
+        until = time.monotonic() + self._limit_seconds
+        search = self._searches[request_id] = _Search(request_id, question, until, len(addresses))
+        self._client.call(self._ask, search, addresses)
+
+    def is_done(self, request_id: str) -> bool:
+        search = self._searches.get(request_id)
+        return search is None or search.num_open <= 0 or time.monotonic() >= search.until
+
+    def take(self, request_id: str) -> wire.FoundBlocks | None:
+        search = self._searches.pop(request_id, None)
+        return search.best if search is not None else None
+
+    def _ask(self, search: _Search, addresses: Sequence[SideChannelAddress]) -> None:
+        for address in addresses:
+            channel = self._channels.pop(address, None)
+            channel = channel or SideChannel(self._client, address, BACK_OFF)
+            self._channels[address] = channel
+            try:
+                channel.ask(
+                    search.question,
+                    self._limit_seconds,
+                    partial(self._note_reply, search),
+                    partial(self._note_error, search, channel),
+                )
+            except CommextError:
+                self._note_end(search)
+        num_over = max(0, len(self._channels) - MAX_CHANNELS)
+        idle = [key for key, channel in self._channels.items() if not channel.is_asking]
+        for key in idle[:num_over]:
+            self._channels.pop(key).close()
+
+    def _note_reply(self, search: _Search, found: wire.FoundBlocks) -> None:
+        num_found, num_asked = len(found.block_ids), len(search.question.hashes) // wire.HASH_BYTES
+        if not num_found == len(found.generations) <= num_asked:
+            raise ProtocolError(
+                f"expected at most {num_asked} blocks with a generation each, got {num_found} with "
+                f"{len(found.generations)}"
+            )
+        longest = len(search.best.block_ids) if search.best is not None else 0
+        if num_found > longest:
+            search.best = found
+        self._note_end(search)
+
+    def _note_error(self, search: _Search, channel: SideChannel, error: CommextError) -> None:
+        self._log.warning(
+            "reuse",
+            f"block lookup at {channel.address} failed, retrying in "
+            f"{channel.retry_at - time.monotonic():.2g} s: {error}",
+        )
+        self._note_end(search)
+
+    def _note_end(self, search: _Search) -> None:
+        is_last = search.num_open == 1 and search.request_id in self._searches
+        search.num_open -= 1
+        if is_last:
+            self._notify()

@@ -1,4 +1,6 @@
-"""Blocks of an engine's requests, on offer to another engine that goes on with their answers.
+"""Blocks of an engine's requests, on offer to another engine that goes on with their answers, and
+those of others that this engine takes.  A question for them that is not answered in time, or not
+well, costs its request nothing but that time: the rest is computed.
 
 Each block of a running request is named and put on offer once it is complete, a bounded number of
 them before each step, so that a question is answered from a table.
@@ -29,55 +31,32 @@ import hashlib
 import itertools
 import secrets
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from vllm_commext.anonymous_memory import AnonymousMemory, Offer
+from vllm_commext.anonymous_memory import Offer
+from vllm_commext.compat import fits
+from vllm_commext.errors import ProtocolError, Reason, UnsupportedError
+from vllm_commext.nixl.decode.askers import BlockFinder
+from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source
 from vllm_commext.nixl.identity import Identity
-from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.description import GENERATIONS
-from vllm_commext.nixl.wire.messages import HASH_BYTES
+from vllm_commext.nixl.log import RateLimitedLog, logger
+from vllm_commext.nixl.prefill.fence import Generations, open_generations
+from vllm_commext.nixl.requests import RemoteRequest
+from vllm_commext.nixl.wire.messages import HASH_BYTES, FoundBlocks
+from vllm_commext.nixl.wire.params import ANSWER, params_of, places_for_reuse
 from vllm_commext.nixl.wire.prompt import Prompt, digests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-
-Generations = npt.NDArray[np.uint64]
-MIN_CELLS = 4096  # generations that one worker can read at a time, or those of its longest prompt
-_GENERATION_BYTES = 8
-
-
-class GenerationTable:
-    """One worker's generations.
-
-    Attributes:
-        generations: ``[num_blocks]`` uint64; written by the scheduler side alone.
-        table: the same, for peers.
-    """
-
-    def __init__(self, num_blocks: int, num_cells: int) -> None:
-        self._memory = AnonymousMemory.create("commext-generations", _GENERATION_BYTES * num_blocks)
-        self.offer = self._memory.offer
-        self.generations: Generations = np.frombuffer(self._memory.map, dtype=np.uint64)
-        self.table = Table(GENERATIONS, self.generations, num_cells)
-
-    def close(self) -> None:
-        """Let go of the memory's name; the scheduler side has opened it, or never will."""
-        self._memory.forget_file()
-
-
-def open_generations(offer: Offer) -> Generations:
-    """A worker's generations, in the scheduler's process; raises UnsupportedError."""
-    memory = AnonymousMemory.open(offer)
-    memory.forget_file()
-    return np.frombuffer(memory.map, dtype=np.uint64)
+    from vllm_commext.nixl.engine_context import EngineContext
 
 
 MAX_NAMED = 256  # blocks that are named before one step, which takes half a millisecond
@@ -294,3 +273,160 @@ class Offers:
 
     def _note_use(self, block: KVCacheBlock) -> None:
         self._table.drop(block.block_id)
+
+
+class NoReuse(Reason):
+    """Reasons of an engine to reuse no blocks across engines."""
+
+    OFF = "off", "it was not asked to"
+    LAYERS = "layers", "this model's blocks do not all stay in one group until the end"
+    HOST_COPY = "host_copy", "a copy of the cache is kept in host memory"
+    ZEROED = "zeroed", "vLLM zeroes this model's blocks before it uses them"
+    SPECULATION = (
+        "speculation",
+        "drafts have a KV cache of their own, which is not complete for the last tokens",
+    )
+    DIFFUSION = (
+        "diffusion",
+        "an answer may come of a last denoising step, whose KV no pass has computed anew",
+    )
+    POOL = ("pool", "this vLLM's block pool does not tell when a block is used again")
+    STEPS = (
+        "steps",
+        "the engine's step is left as it is, so that failed reads could not be computed here",
+    )
+    ROLE = "role", "only engines that decode (kv_consumer, kv_both) go on with others' answers"
+
+
+class ReuseSide:
+    """Does nothing where the engine's ``reusing`` has a refusal."""
+
+    def __init__(self, engine: EngineContext) -> None:
+        reusing, limit_seconds = engine.reusing, engine.config.reuse_lookup_timeout
+        self.has_steps = False
+        self._engine = engine
+        self._names = Names(reusing.configuration, reusing.block_size, engine.identity)
+        self._finder = BlockFinder(
+            engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
+        )
+        self._pool: Any = None
+        self._offers: Offers | None = None
+        self._running: Iterable[Request] = ()
+        self._log = RateLimitedLog()
+        self.is_on = not reusing.refusal
+        if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
+            self._refuse(reusing.refusal.meaning)
+
+    def bind(self, pool: Any) -> None:
+        self._pool = pool
+        is_told = not fits.why_not("nixl reuse")
+        if self.is_on and not is_told:
+            self._refuse(NoReuse.POOL.meaning)
+
+    def open(self, tables: Sequence[Offer | None]) -> OfferTable | None:
+        """Learn of the workers' generations; what the side channel answers from, None where this
+        engine offers nothing."""
+        if not self.is_on or self._pool is None:
+            return None
+        try:
+            shared = [open_generations(one) for one in tables if one is not None]
+        except UnsupportedError as error:
+            self._refuse(str(error))
+            return None
+        table = OfferTable(shared)
+        self._offers = Offers(self._names, table, self._pool)
+        return table
+
+    def note_step(self, running: Running) -> None:
+        self.has_steps, self._running = True, running
+        if self._offers is not None:
+            self._offers.add_running(running)
+
+    def forget_running(self, is_concerned: Callable[[Request], bool]) -> None:
+        if self._offers is not None:
+            self._offers.forget_running(filter(is_concerned, self._running))
+
+    def clear(self) -> None:
+        if self._offers is not None:
+            self._offers.clear(self._running)
+
+    def search(self, request: Request, answer: Sequence[int]) -> bool:
+        """Look for blocks of a request that goes on with another engine's answer, where its router
+        says that they are; whether that is to be waited for.
+
+        Args:
+            answer: as much of it as goes on here; where it is drawn anew, nothing.
+        """
+        params = params_of(request) or {}
+        is_able = self.is_on and self._pool is not None and ANSWER in params
+        if not is_able or request.skip_reading_prefix_cache:
+            return False
+        try:
+            places = places_for_reuse(params, self._engine.secret)
+        except ProtocolError as error:
+            self._log.warning("places", f"request {request.request_id} is computed here: {error}")
+            return False
+        # The last token is computed, for its logits.
+        num_prompt = request.num_prompt_tokens - (not answer)
+        hashes = self._names.of(request, num_prompt, answer[:-1]) if places else []
+        if hashes:
+            self._engine.recorder.count(reuse_lookups=1)
+            self._finder.search(request.request_id, hashes, places)
+        return bool(hashes)
+
+    def is_answered(self, request_id: str) -> bool:
+        return self._finder.is_done(request_id)
+
+    def num_tokens(self, state: LoadState, num_computed: int) -> int | None:
+        """Tokens of a request beyond ``num_computed``, which are here, that others have, whole
+        blocks; None while they are asked."""
+        if state.phase is LoadPhase.ASKED:
+            if not self.has_steps:
+                self._refuse(NoReuse.STEPS.meaning)
+            most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
+            is_useful = self.is_on and most - num_computed >= block_size
+            if is_useful and not self.is_answered(state.request_id):
+                return None
+            state.answer = _up_to(self._finder.take(state.request_id), most // block_size)
+            state.move(LoadPhase.KNOWN)
+        is_known = self.is_on and state.phase is LoadPhase.KNOWN
+        if not (is_known and isinstance(state.answer, FoundBlocks)):
+            return 0
+        return max(0, len(state.answer.block_ids) * self._names.block_size - num_computed)
+
+    def take(self, state: LoadState, num_external: int) -> RemoteRequest | None:
+        found = state.answer
+        if not isinstance(found, FoundBlocks) or not num_external:
+            return None
+        num_blocks = num_external // self._names.block_size
+        return RemoteRequest(
+            engine_id=found.engine_id,
+            incarnation=found.incarnation,
+            host=found.host,
+            port=found.port,
+            tp_size=found.tp_size,
+            request_id=f"reuse-{uuid.uuid4().hex}",
+            block_ids=(tuple(found.block_ids[-num_blocks:]),),
+            num_tokens=len(found.block_ids) * self._names.block_size,
+            generations=tuple(found.generations[-num_blocks:]),
+        )
+
+    def forget(self, state: LoadState) -> None:
+        if state.source is Source.REUSED and state.phase in (LoadPhase.ASKED, LoadPhase.KNOWN):
+            self._finder.take(state.request_id)
+            state.move(LoadPhase.DONE)
+
+    def end(self, request_id: str) -> None:
+        if self._offers is not None:
+            self._offers.forget(request_id)
+
+    def _refuse(self, why: str) -> None:
+        self.is_on = False
+        logger.warning("reuse_blocks has no effect: %s", why)
+
+
+def _up_to(found: FoundBlocks | None, num_blocks: int) -> FoundBlocks | None:
+    if found is None or len(found.block_ids) <= num_blocks:
+        return found
+    ids, generations = found.block_ids[:num_blocks], found.generations[:num_blocks]
+    return msgspec.structs.replace(found, block_ids=ids, generations=generations)

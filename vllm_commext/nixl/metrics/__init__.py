@@ -1,1 +1,0 @@
-"""Counters and timings, for vLLM's log and Prometheus."""
