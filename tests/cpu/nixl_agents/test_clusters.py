@@ -126,31 +126,6 @@ def test_every_byte_arrives_while_prompts_are_computed(kind: str, pair: tuple[Si
         assert_all_is_right(cluster)
 
 
-LAYERED: Model = (Group("full", (Attention(4, 2),) * 3), Group("window", (Attention(4, 2),) * 2))
-
-
-@pytest.mark.parametrize(
-    ("orders", "sizes"),
-    crossed(
-        [("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBNHC", "BLHNC"), ("BHLNC", "BLHNC")],
-        [(1, 1), (2, 1), (1, 2)],
-    ),
-    ids=str,
-)
-def test_layers_side_by_side_are_read_into_any_layout(
-    orders: tuple[str, str], sizes: tuple[int, int]
-) -> None:
-    prefill, decode = (
-        Engine(size, 0, (4, 4), (1, 1), order=order)
-        for size, order in zip(sizes, orders, strict=True)
-    )
-    dice = random.Random(f"{orders} {sizes}")
-    spans = [random_span(LAYERED, prefill, decode, dice) for _ in range(3)]
-    with Cluster(case_of(LAYERED, prefill, decode, spans, dice)) as cluster:
-        cluster.run()
-        assert_all_is_right(cluster)
-
-
 @pytest.mark.parametrize("pair", [((2, []), (1, [])), ((1, [2]), (1, [3]))], ids=str)
 def test_the_comparison_notices_one_altered_byte(pair: tuple[Size, Size]) -> None:
     with staged(case_between("hybrid", pair[0][0], pair[1][0], 1), *pair) as cluster:

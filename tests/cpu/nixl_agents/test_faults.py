@@ -210,15 +210,6 @@ def test_blocks_that_do_not_fit(
     assert len(decode.recorded["handshake_seconds"]) == 1
 
 
-def test_a_stale_incarnation(make_engine: MakeEngine, log_lines: Lines) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    for name in ("before", "after"):
-        load = load_of(name, prefill.remote("x", [1], incarnation="older"), [1])
-        assert_fails(decode, load, "expired", log_lines, "restarted", "'p'")
-        assert_works(decode, prefill, f"works-{name}")
-
-
 def test_an_unknown_backend_is_refused_by_name() -> None:
     config = ConnectorConfig("127.0.0.1", 5600, backends=("UCX", "NOSUCH"))
     with pytest.raises(UnsupportedError, match="NOSUCH"):

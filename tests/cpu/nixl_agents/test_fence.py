@@ -72,13 +72,6 @@ def assert_refused(pair: Pair, name: str, remote: Any, lines: Lines, *words: str
     pair.decode.recorded["failures"] = {}
 
 
-def test_a_held_request_is_read_and_then_released(pair: Pair) -> None:
-    remote = pair.remote("x")
-    assert pair.prefill.tables.fences.nonces[remote.fence_slot] == remote.fence_nonce
-    assert_reads(pair, "x", remote)
-    assert pair.prefill.tables.fences.nonces[remote.fence_slot] != remote.fence_nonce
-
-
 def test_parameters_used_twice_fail_the_second_time(pair: Pair, log_lines: Lines) -> None:
     remote = pair.remote("x")
     assert_reads(pair, "x", remote)
@@ -135,14 +128,3 @@ def test_parameters_without_a_fence_are_read_with_a_warning_where_the_user_wants
     decode.load(load_of("r", prefill.remote("x", [9]), [7]))
     assert decode.outcomes.failed == set()
     assert [line for line in log_lines.messages if "dropped remote_fence_slot" in line]
-
-
-def test_more_fences_than_cells(make_engine: MakeEngine) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    loads = [
-        load_of(f"r{n}", prefill.remote(f"x{n}", [n % 24], fence_slot=n), [n % 24])
-        for n in range(1500)
-    ]
-    decode.load(*loads)
-    assert decode.outcomes.failed == set()

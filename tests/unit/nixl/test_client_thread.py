@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.nixl import test_client
-from tests.unit.nixl.test_client import ADDRESS, BACK_OFF, Asked, buggy, found
-from vllm_commext.nixl.wire import client as module
-from vllm_commext.nixl.wire.client import CHECK_SECONDS, LOOK_SECONDS, ClientThread, SideChannel
+from tests.unit.nixl.test_client import Asked, buggy, found
+from vllm_commext.nixl.wire.client import CHECK_SECONDS, LOOK_SECONDS, ClientThread
 
 BOUND_SECONDS = 20.0
 asked = test_client.asked
@@ -49,32 +48,6 @@ def test_how_long_a_thread_may_sleep(asked: Asked) -> None:
     asked.poll(found(1))
     asked.channel._is_sent = False
     assert asked.channel.wait_by(poller, asked.now) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("timers", "asks", "milliseconds"),
-    [([], False, None), ([1.5, 2.5], False, 1500), ([1.5], True, 10), ([-0.5], True, 0)],
-)
-def test_a_thread_sleeps_until_the_next_thing_is_to_be_done(
-    asked: Asked,
-    monkeypatch: pytest.MonkeyPatch,
-    timers: list[float],
-    asks: bool,
-    milliseconds: int | None,
-) -> None:
-    slept: list[int | None] = []
-    poller = SimpleNamespace(register=lambda *_: None, poll=slept.append)
-    monkeypatch.setattr(module, "select", SimpleNamespace(poll=lambda: poller, POLLIN=1))
-    thread = ClientThread(None)
-    for seconds in timers:
-        thread.after(seconds, buggy)
-    if asks:
-        asked.channel = SideChannel(thread, ADDRESS, BACK_OFF)
-        asked.ask()
-        asked.channel.poll(asked.now)
-    thread._sleep()
-    assert slept == [milliseconds]
-    thread.close()
 
 
 def test_a_thread_does_what_it_is_told_in_order_and_ends() -> None:

@@ -16,7 +16,6 @@ from vllm_commext.nixl.geometry.mamba import (
     MAMBA2,
     SHORT_CONV,
     StateTensor,
-    compute_mamba_phys_ratio,
     derive_mamba_conv_split,
     state_parts,
 )
@@ -141,11 +140,6 @@ def test_sizes_that_do_not_fit_are_refused_with_their_values(
         assert told in str(raised.value)
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="'rwkv': expected one of"):
-        derive_mamba_conv_split("rwkv", 4, (1, 2, 3))
-
-
 CONV, HEADS = StateTensor((64, 3), 2, "bfloat16"), StateTensor((4, 8, 16), 4, "float32")
 
 
@@ -187,10 +181,3 @@ def test_without_the_models_word_each_rank_has_groups_of_its_own() -> None:
         for size in (1, 2)
     ]
     assert counts == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("state_bytes", "row_bytes", "expected"), [(1, 64, 1), (64, 64, 1), (65, 64, 2), (640, 64, 10)]
-)
-def test_rows_that_a_state_takes(state_bytes: int, row_bytes: int, expected: int) -> None:
-    assert compute_mamba_phys_ratio(state_bytes, row_bytes) == expected

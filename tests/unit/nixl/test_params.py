@@ -18,8 +18,6 @@ from vllm_commext.nixl.wire.params import (
     PIPELINE_PROTOCOL,
     OtherProtocolError,
     TransferParams,
-    is_for_decode,
-    is_for_prefill,
     place_of_stream,
     places_for_reuse,
     read_params,
@@ -52,16 +50,6 @@ REQUIRED = (
     "remote_num_tokens",
     "tp_size",
 )
-
-
-def test_roles() -> None:
-    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False}
-    to_decode = write_params(TRANSFER)
-    assert (is_for_prefill(to_prefill), is_for_decode(to_prefill)) == (True, False)
-    assert (is_for_prefill(to_decode), is_for_decode(to_decode)) == (False, True)
-    for nothing in (None, {}):
-        assert not is_for_prefill(nothing)
-        assert not is_for_decode(nothing)
 
 
 @given(
@@ -226,13 +214,6 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
 def test_a_wrong_value_is_refused_with_its_field(name: str, value: Any) -> None:
     with pytest.raises(ProtocolError, match=name):
         read_params({**write_params(TRANSFER), name: value})
-
-
-def test_groups_are_kept_apart_and_in_order() -> None:
-    for groups in ([[1]], [[], [7]], [[3, 1, 2], [], [9]], [[n] for n in range(1024)]):
-        remote = read_params({**write_params(TRANSFER), "remote_block_ids": groups}).remote
-        assert remote.block_ids == tuple(map(tuple, groups))
-        assert write_params(TransferParams(remote))["remote_block_ids"] == groups
 
 
 def test_the_blocks_of_all_groups_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

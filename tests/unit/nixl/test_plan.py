@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tests.kit.crossed import crossed
 from tests.kit.examples import examples
-from tests.unit.nixl.case_strategies import ORDERS, cases
+from tests.unit.nixl.case_strategies import cases
 from tests.unit.nixl.cluster_cases import MODELS, PAIRS, Case, Model, Span, case_of, named_case
 from tests.unit.nixl.planned_read import Describe, faults, release_faults, sources_of
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group
@@ -28,24 +28,6 @@ def test_every_byte_arrives_once_and_nothing_else_is_touched(case: Case) -> None
 @pytest.mark.parametrize(("name", "sizes"), crossed(list(MODELS), PAIRS))
 def test_models_of_every_kind(name: str, sizes: tuple[int, int], alike: bool) -> None:
     assert faults(named_case(name, sizes, alike=alike, num_requests=2)) == []
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("other", ORDERS)
-def test_every_order_is_read_into_every_other(order: str, other: str) -> None:
-    """Rows alike in blocks of other sizes, one row a block, and rows of two sizes."""
-    model: Model = (Group("full", (Attention(4, 2, num_planes=2),) * 2),)
-    dice = random.Random(f"{order} {other}")
-    for sizes, (tokens, rows), (other_tokens, other_rows) in (
-        ((1, 1), (4, 2), (4, 3)),
-        ((2, 2), (4, 1), (4, 1)),
-        ((1, 2), (4, 1), (6, 2)),
-        ((8, 4), (2, 2), (4, 1)),
-    ):
-        prefill = Engine(sizes[0], 0, (tokens * rows,), (rows,), order=order)
-        decode = Engine(sizes[1], 0, (other_tokens * other_rows,), (other_rows,), order=other)
-        span = Span(21, 23, (dice.randint(0, 1),), (0,))
-        assert faults(case_of(model, prefill, decode, [span], dice)) == []
 
 
 @pytest.mark.parametrize("orders", [("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])

@@ -50,25 +50,6 @@ def quarantine_over(pool: Any, num_workers: int = 1) -> Quarantine:
     return quarantine
 
 
-def test_late_blocks_are_free_only_when_all_workers_have_settled() -> None:
-    pool = Pool()
-    quarantine = quarantine_over(pool, num_workers=2)
-    blocks: Any = pool.take(3)
-    quarantine.begin(known("r", blocks=blocks))
-    loading = quarantine.find("r")
-    assert loading is not None
-    assert quarantine.note_late({"r"}) == ["r"]
-    assert quarantine.find("r") is loading
-    pool.free_blocks(blocks)  # the scheduler gives the failed request's blocks back
-    assert (pool.num_free, len(quarantine)) == (9, 3)
-    quarantine.note_settled({"r": 1, "other": 1})
-    assert pool.num_free == 9
-    quarantine.note_settled({"r": 1})
-    assert (pool.num_free, len(quarantine)) == (12, 0)
-    quarantine.note_settled({"r": 1})
-    assert pool.num_free == 12
-
-
 def test_both_workers_may_say_late_and_settle_at_once() -> None:
     pool = Pool()
     quarantine = quarantine_over(pool, num_workers=2)

@@ -11,7 +11,6 @@ from vllm_commext.nixl.geometry.plan import (
     NULL_BLOCK,
     blocks_to_fill,
     blocks_to_offer,
-    has_state,
     is_at_block_boundary,
     is_complete,
     keeps_every_token,
@@ -111,26 +110,12 @@ def test_only_a_window_can_be_offered_without_blocks(kind: str, expected: bool) 
     assert is_complete(groups, [[5, 6], [7]])
 
 
-def test_every_group_has_a_list_of_blocks() -> None:
-    groups = [Group(FULL, 4), Group(WINDOW, 4)]
-    for offered in ([[5]], [[5], [], [6]]):
-        with pytest.raises(ValueError, match="argument 2"):
-            is_complete(groups, offered)
-        with pytest.raises(ValueError, match="argument 2"):
-            blocks_to_offer(groups, offered, 4)
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "expected"), [(0, True), (6, False), (8, False), (12, True), (24, True)]
 )
 def test_the_boundary_is_that_of_every_group_with_tokens(num_tokens: int, expected: bool) -> None:
     groups = [Group(FULL, 4), Group(WINDOW, 6), Group(STATE, 1000)]
     assert is_at_block_boundary(groups, num_tokens) == expected
-
-
-def test_only_states_count_as_states() -> None:
-    assert has_state([Group(FULL, 4), Group(STATE, 4)])
-    assert not has_state([Group(FULL, 4), Group(WINDOW, 4)])
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(FULL, True), (WINDOW, False), (STATE, False)])

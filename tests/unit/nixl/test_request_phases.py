@@ -56,44 +56,6 @@ def test_a_record_goes_along_the_drawn_ways_alone_and_comes_to_an_end(
     assert num_moves < len(kind)  # no way leads back
 
 
-def test_of_a_request_that_has_just_come_in_nothing_is_known_and_nothing_held() -> None:
-    load, prefill = LoadState(REQUEST, Source.STREAMED), PrefillState(REQUEST)
-    assert vars(load) == {
-        "request": REQUEST,
-        "source": Source.STREAMED,
-        "phase": LoadPhase.ASKED,
-        "token_phase": TokenPhase.AWAITED,
-        "answer": None,
-        "first_token": -1,
-        "arrived": None,
-        "is_void": False,
-        "blocks": (),
-        "num_missing": 0,
-        "num_unsettled": 0,
-        "failure": "",
-        "num_read": 0,
-        "is_unread": False,
-    }
-    assert vars(prefill) == {
-        "request": REQUEST,
-        "phase": PrefillPhase.COMPUTED,
-        "key": "",
-        "is_cut": False,
-        "slot": -1,
-        "held_since": None,
-        "has_expired": False,
-        "stream": None,
-        "block_ids": [],
-    }
-    assert vars(Stream("k", 3)) == {
-        "key": "k",
-        "row": 3,
-        "tag": 0,
-        "num_blocks": {},
-        "is_done": False,
-    }
-
-
 @pytest.mark.parametrize("token_phase", TokenPhase)
 @pytest.mark.parametrize("is_void", [False, True])
 @pytest.mark.parametrize("source", Source)

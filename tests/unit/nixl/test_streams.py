@@ -93,10 +93,6 @@ def test_regions_that_do_not_lie_one_behind_the_other_are_refused(firsts: list[i
         rows.regions_at(firsts, 7)
 
 
-def test_pieces_of_a_row() -> None:
-    assert rows.pieces(3, 10, 4, 3).tolist() == [34, 35, 36]
-
-
 @given(st.integers(0, 50), st.integers(0, 500), st.integers(1, 500), st.integers(1, 64))
 def test_chunks_grow_by_whole_steps_up_to_the_end(
     done_steps: int, ready: int, num_tokens: int, step: int
@@ -217,44 +213,6 @@ class Side:
 
     def found(self, key: str = "a" * 32) -> FoundStream | None:
         return self.directory.find([key]).get(key)
-
-
-def test_a_prompt_gets_its_row_with_its_first_step_and_tells_each_chunk() -> None:
-    side = Side()
-    assert side.add(request("r")) == Handover.STREAMED
-    assert side.found() is None
-    (first,), restarts = side.take_step(step(new={"r": (16, [[3, 8]], 16)}))
-    assert restarts == []
-    slot, nonce = side.fence()
-    assert first == Chunk(1, nonce, ((0, (3, 8)),), 32, begins=True)
-    found = side.found()
-    assert (found.row, found.tag, found.fence_slot, found.fence_nonce) == (1, nonce, slot, nonce)
-    assert (found.request_id, found.num_tokens, list(found.prompt)) == ("r", 40, ["tokens"])
-    (last,), _ = side.take_step(step(cached={"r": (32, [[5, 6]], 8)}))
-    assert last == Chunk(1, nonce, ((2, (5,)),), 40)
-    assert side.take_step(step(cached={"r": (40, None, 1)})) == ([], [])
-    side.producer.note_finish(side.states["r"])
-    assert side.states["r"].row == 1
-    side.fences.give_back(slot)
-    side.producer.give_back(side.states["r"])
-    assert side.found().refusal
-    assert side.add(request("again")) == Handover.REPEATED_KEY
-
-
-def test_a_preempted_prompt_goes_on_in_its_row_under_the_next_nonce() -> None:
-    side = Side()
-    side.add(request("r"))
-    side.take_step(step(new={"r": (0, [[3, 8]], 32)}))
-    slot, nonce = side.fence()
-    chunks, restarts = side.take_step(step(preempted=("r", "other")))
-    assert (chunks, restarts) == ([], [Restart(1, slot, nonce)])
-    new = side.fence()
-    assert new[0] == slot
-    assert new[1] != nonce
-    again = step(cached={"r": (16, [[9, 7]], 16)}, resumed=("r",))
-    assert side.take_step(again) == ([Chunk(1, new[1], ((0, (9, 7)),), 32)], [])
-    found = side.found()
-    assert (found.tag, found.fence_nonce) == (nonce, new[1])
 
 
 def test_what_cannot_be_streamed_is_counted_and_told() -> None:

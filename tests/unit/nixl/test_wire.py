@@ -71,13 +71,6 @@ def test_frames_of_another_kind_are_refused(decode: Decode) -> None:
         assert is_refused(decode, wire.encode(frame)) == (own is not decode)
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=80)
-def test_random_bytes_are_refused(frame: bytes) -> None:
-    assert all(is_refused(decode, frame) for decode in DECODERS)
-    assert is_refused(open_description, _unopened(frame))
-
-
 @given(st.sampled_from(FRAMES), st.data())
 @settings(max_examples=100)
 def test_altered_frames_decode_or_are_refused(

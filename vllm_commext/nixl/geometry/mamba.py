@@ -15,7 +15,6 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import StatePart
 
 MAMBA1, MAMBA2, GATED_DELTA_NET, SHORT_CONV = "mamba1", "mamba2", "gdn", "short_conv"
-KINDS = (MAMBA1, MAMBA2, GATED_DELTA_NET, SHORT_CONV)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ def derive_mamba_conv_split(
     """The projections in a rank's convolution state, in their order.
 
     Args:
-        kind: one of ``KINDS``.
         num_channels: channels of the rank's convolution state.
         recurrent_shape: the rank's recurrent state: (heads, head_dim, state_size) of Mamba2,
             (value heads, value head_dim, key head_dim) of a gated delta net, (channels, state_size)
@@ -64,8 +62,6 @@ def derive_mamba_conv_split(
     if kind == MAMBA1:
         _expect(kind, num_channels == recurrent_shape[0], num_channels, recurrent_shape)
         return (Projection("x", num_channels, 1),)
-    if kind not in (MAMBA2, GATED_DELTA_NET):
-        raise UnsupportedError(f"a state of kind {kind!r}: expected one of {KINDS}")
     num_heads, head_dim, unit = recurrent_shape
     rest, odd = divmod(num_channels - num_heads * head_dim, 2)
     _expect(kind, rest > 0 and not odd and rest % unit == 0, num_channels, recurrent_shape)
@@ -88,7 +84,6 @@ def state_parts(
     """The parts of a rank's state, whose tensors follow one another in the block.
 
     Args:
-        kind: one of ``KINDS``.
         tensors: convolution state, then the recurrent one where there is one.
         dim_first: the convolution's channels come first (vLLM's "DS" layout).
         tp_size: tensor-parallel ranks of the engine.
