@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes the digests of every name of vLLM's that a part depends on, for each tested vLLM, into
-``vllm_commext/compat/known_sources.json``.
+``vllm_commext/compat/known_sources.json``, which has the names: a new one with an empty ``{}``.
 
 Wheels are fetched from pip's index, without what they depend on, and read. ``--source FOLDER ...``
 names unzipped wheels instead; a version that is not among them keeps the digests that it has.
@@ -12,16 +12,14 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from installer import InstallError, run, uv_environment
 from wheel_text import WheelError, fetch, url_of
 
-from vllm_commext.compat.fits import KNOWN_SOURCES, TESTED, compare, digest, short
-from vllm_commext.compat.parts import PARTS
-
-Table = dict[str, dict[str, str]]
+from vllm_commext.compat.fits import TESTED, compare, digest, short
+from vllm_commext.compat.parts import KNOWN_SOURCES, PARTS, Known
 
 
 class SourceError(RuntimeError):
@@ -50,11 +48,6 @@ def download(version: str, folder: Path) -> Path:
     return target
 
 
-def sources() -> list[str]:
-    """Every name that some part depends on, once."""
-    return sorted({symbol for part in PARTS for symbol in part.sources})
-
-
 def roots(folders: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
     """Each minor release with the folder that its package lies in."""
     if folders:
@@ -64,16 +57,30 @@ def roots(folders: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
         yield minor, download(f"{minor}.0", folder)
 
 
-def updated(known: Table, minor: str, root: Path) -> Table:
+def updated(known: Known, minor: str, root: Path) -> Known:
     """The table with a release's digests as they are now; what is not there has one, too."""
-    made: Table = {}
-    for symbol in sources():
+
+    def digests(symbol: str, before: Mapping[str, str]) -> dict[str, str]:
         minors: dict[str, list[str]] = defaultdict(list)
-        for found, of in known.get(symbol, {}).items():
+        for found, of in before.items():
             minors[found] += [one for one in of.split() if one != minor and one in TESTED]
         minors[digest(root, symbol)].append(minor)
-        made[symbol] = {found: " ".join(sorted(of)) for found, of in minors.items() if of}
-    return made
+        return {found: " ".join(sorted(of)) for found, of in minors.items() if of}
+
+    return {
+        part: {symbol: digests(symbol, before) for symbol, before in of.items()}
+        for part, of in known.items()
+    }
+
+
+def as_text(known: Known) -> str:
+    parts = (
+        f"{json.dumps(part)}: {{\n"
+        + ",\n".join(f"{json.dumps(symbol)}: {json.dumps(one)}" for symbol, one in of.items())
+        + "\n}"
+        for part, of in known.items()
+    )
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def differences(root: Path) -> list[str]:
@@ -92,7 +99,7 @@ def main() -> int:
     )
     parser.add_argument("--source", type=Path, nargs="*", default=[], metavar="FOLDER")
     args = parser.parse_args()
-    known: Table = json.loads(KNOWN_SOURCES.read_text()) if KNOWN_SOURCES.exists() else {}
+    known: Known = json.loads(KNOWN_SOURCES.read_text())
     with tempfile.TemporaryDirectory() as folder:
         try:
             for minor, root in roots(args.source, Path(folder)):
@@ -100,9 +107,9 @@ def main() -> int:
         except SourceError as error:
             print(f"known_sources: {error}", file=sys.stderr)
             return 2
-    lines = [f"{json.dumps(symbol)}: {json.dumps(found)}" for symbol, found in known.items()]
-    KNOWN_SOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{len(known)} names of vLLM {', '.join(TESTED)} are in {KNOWN_SOURCES.name}")
+    KNOWN_SOURCES.write_text(as_text(known))
+    num_names = sum(map(len, known.values()))
+    print(f"{num_names} names of vLLM {', '.join(TESTED)} are in {KNOWN_SOURCES.name}")
     return 0
 
 

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_commext import status
 from vllm_commext.errors import (
@@ -37,7 +38,6 @@ logger = logging.getLogger("vllm.commext.plugin")
 CONNECTOR_NAME = "CommextNixlConnector"
 VLLMS_NAME = "NixlConnector"
 CONNECTOR_MODULE = "vllm_commext.nixl.connector"
-REFUSED_MODULE = "vllm_commext.compat.refused_connector"
 
 _lock = threading.Lock()
 
@@ -94,11 +94,27 @@ def _add_connector(module: str) -> None:
         hooks.rename_connector(VLLMS_NAME, module, CONNECTOR_NAME)
 
 
+def __getattr__(name: str) -> Any:
+    """Stand in for a connector that was refused: vLLM would call its name unknown, and the reason
+    would be lost in the log."""
+    if name != CONNECTOR_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refused = status.find("nixl")
+    reason = refused.reason if refused else "it was not registered in this process"
+    raise UnsupportedError(f"{name} was asked for by name and cannot run: {reason}")
+
+
+RINGS, KERNELS = "require_proven_machine", "require_proven_gpus"
+
+
 def _installed(name: str, fallback: str, proof: str) -> Capability:
-    """A capability that the module of that name in `compat` puts in place, and that nobody asks for
-    by name."""
+    """A capability that the module of that name in `compat` puts in place; no user names it."""
 
     def install() -> None:
+        from vllm_commext.compat import fits
+
+        if proof == RINGS:
+            fits.require_extension()
         importlib.import_module(f"vllm_commext.compat.{name}").install()
 
     return Capability(name, install, lambda: None, fallback, proof)
@@ -108,13 +124,13 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "nixl",
         _activate_nixl,
-        lambda: _add_connector(REFUSED_MODULE),
+        lambda: _add_connector(__name__),
         "vLLM's own connectors remain",
     ),
-    _installed("shm_queue", "vLLM's own queue remains", "require_proven_machine"),
-    _installed("cpu_collectives", "vLLM's own remain", "require_proven_machine"),
-    _installed("reduce_rms", "vLLM's own norm remains", "require_proven_gpus"),
-    _installed("allreduce", "vLLM's default dispatch remains", "require_proven_gpus"),
+    _installed("shm_queue", "vLLM's own queue remains", RINGS),
+    _installed("cpu_collectives", "vLLM's own remain", RINGS),
+    _installed("reduce_rms", "vLLM's own norm remains", KERNELS),
+    _installed("allreduce", "vLLM's default dispatch remains", KERNELS),
 )
 
 

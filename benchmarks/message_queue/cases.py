@@ -71,7 +71,7 @@ def payloads(sizes: Sequence[int]) -> dict[str, Any]:
 def step_encoding_us() -> dict[str, dict[str, float]]:
     """Microseconds of a step of so many requests without any queue, by what encodes it: the call to
     a record, the record to the call, and the same for the answer, together."""
-    from vllm_commext.compat.queue_groups import vllm_steps
+    from vllm_commext.compat.shm_queue import vllm_steps
     from vllm_commext.shm.codec import Decoder, Encoder
 
     classes, found = vllm_steps(), {}

@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 QUEUES = {
-    "ours": ("vllm_commext.compat.queue_groups", "GroupMessageQueue"),
+    "ours": ("vllm_commext.compat.shm_queue", "GroupMessageQueue"),
     "vllm": ("vllm.distributed.device_communicators.shm_broadcast", "MessageQueue"),
 }
 VARIANTS = ("ours", "vllm", "pipe", "zmq")

@@ -184,10 +184,9 @@ def patched(communicator: type) -> list[str]:
     from vllm_commext.compat import allreduce
     from vllm_commext.compat.monkey_patch import SENTINEL, original_of
 
-    methods = list(allreduce._METHODS)
-    own = {name: original_of(f"{allreduce.COMMUNICATOR}.{name}") for name in methods}
+    own = {each.rpartition(".")[2]: original_of(each) for each in allreduce.METHODS}
     left = [SENTINEL] if SENTINEL in vars(communicator) else []
-    return [name for name in methods if getattr(communicator, name) is not own[name]] + left
+    return [name for name, of in own.items() if getattr(communicator, name) is not of] + left
 
 
 def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
@@ -203,14 +202,14 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
         reduce_rms,
         reduce_rms_models,
     )
-    from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
+    from vllm_commext.compat.monkey_patch import is_patched, restore, wrap
 
     stage.__init__()
     stage.gpu = "another GPU" if name == "unknown machine" else stage.gpu
     stage.multicast, stage.unlike = name == "multicast", name == "unlike"
     stage.kernel = name != "no kernel"
-    allreduce._patch()  # as where vLLM imports the class
-    assert is_patched(row_of(f"{allreduce.COMMUNICATOR}.all_reduce"))
+    wrap(allreduce.METHODS)  # as where vLLM imports the class
+    assert is_patched(f"{allreduce.COMMUNICATOR}.all_reduce")
     config, find_table = make_config(), creation.find_table
     ENGINES.get(name, unchanged)(config)
     if name == "crossing table":
@@ -239,7 +238,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
         "bytes": list(stage.bytes),
         "fused": served is not None,
         "patched": patched(CudaCommunicator),
-        "pass": is_patched(row_of(fused_pass.CONFIGURE)),
+        "pass": is_patched(fused_pass.CONFIGURE),
         "endpoints": config.compilation_config.compile_ranges_endpoints,
         "norm": norm is not None,
         "environ": sorted(key for key in os.environ if os.environ[key] != before.get(key)),
@@ -251,7 +250,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     group_facts.forget(group)
     creation.find_table = find_table
     if found["pass"]:
-        restore(row_of(fused_pass.CONFIGURE))
+        restore(fused_pass.CONFIGURE)
     return found
 
 

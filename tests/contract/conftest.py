@@ -60,9 +60,8 @@ def restored_step() -> Iterator[None]:
 
     yield
     for symbol in (engine_wait.SYMBOL, resets.CACHE, resets.CALL, resets.ADAPTER):
-        row = monkey_patch.row_of(symbol)
-        if monkey_patch.is_patched(row):
-            monkey_patch.restore(row)
+        if monkey_patch.is_patched(symbol):
+            monkey_patch.restore(symbol)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def main() -> None:
     collected = communicator.gather(torch.full((2,), rank), dst=0)
     found = {
         "communicator": type(communicator).__name__,
-        "patched": monkey_patch.is_patched(monkey_patch.row_of(cpu_collectives.SYMBOL)),
+        "patched": monkey_patch.is_patched(cpu_collectives.SYMBOL),
         "served_by": type(dist_module).__name__,
         "sums": sums,
         "gathers": gathers,

@@ -9,7 +9,7 @@ import pytest
 from tests.contract.vllm_process import python_at_once, ranks
 from vllm_commext.allreduce import limits
 from vllm_commext.compat import tp_group
-from vllm_commext.compat.monkey_patch import INVENTORY, is_patched, restore
+from vllm_commext.compat.monkey_patch import SYMBOLS, is_patched, restore
 from vllm_commext.settings import TOGGLES
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -99,7 +99,7 @@ def test_without_the_toggle_nothing_is_changed(tmp_path: Path) -> None:
 def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = pytest.importorskip("vllm.distributed.device_communicators.pynccl_wrapper")
     names_before = [function.name for function in wrapper.NCCLLibrary.exported_functions]
-    (row,) = (row for row in INVENTORY if row.symbol.endswith(".exported_functions"))
+    (symbol,) = (each for each in SYMBOLS if each.endswith(".exported_functions"))
     lacks = {"ncclCommSuspend", "ncclCommResume"}
     for library, missing in (
         (SimpleNamespace(**dict.fromkeys(lacks)), set()),
@@ -109,8 +109,8 @@ def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPa
         assert set(tp_group.let_vllm_use_nccl()) == missing
         names_now = [function.name for function in wrapper.NCCLLibrary.exported_functions]
         assert names_now == [name for name in names_before if name not in missing]
-    if is_patched(row):
-        restore(row)
+    if is_patched(symbol):
+        restore(symbol)
     assert [function.name for function in wrapper.NCCLLibrary.exported_functions] == names_before
 
 

@@ -65,7 +65,7 @@ def _patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     engine_wait.install()
     engine_wait.install()
     yield
-    monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
+    monkey_patch.restore(engine_wait.SYMBOL)
 
 
 @pytest.fixture(name="wakeup")
@@ -192,14 +192,14 @@ def test_ranks_of_data_parallelism_keep_vllms_word_on_whether_the_model_ran(
 
 
 def test_a_step_that_does_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkey_patch.restore(monkey_patch.row_of(engine_wait.SYMBOL))
+    monkey_patch.restore(engine_wait.SYMBOL)
     with monkeypatch.context() as patch:
         patch.setattr(hooks, "vllm_version", lambda: "0.99.0")
         patch.setattr(fits, "compare", lambda *args: ("0.33", [engine_wait.SYMBOL]))
         patch.setattr(vllm_core.EngineCoreProc, "_process_engine_step", lambda self: False)
         with pytest.raises(UnsupportedError, match=r"_process_engine_step not as in vLLM 0\.33"):
             engine_wait.install()
-        assert not monkey_patch.is_patched(monkey_patch.row_of(engine_wait.SYMBOL))
+        assert not monkey_patch.is_patched(engine_wait.SYMBOL)
     engine_wait.install()
 
 

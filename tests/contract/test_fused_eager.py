@@ -17,7 +17,7 @@ from vllm_commext.allreduce.fused.kernels import Operands, Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import fits, fused_eager
-from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
+from vllm_commext.compat.monkey_patch import is_patched, restore
 
 GROUP, HIDDEN, MOST = "tp:of the test", 64, 4
 SYMBOLS = [
@@ -61,8 +61,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twofold]:
     yield made
     fused_op.forget_group(GROUP)
     for symbol in fused_eager.BIASES:
-        if is_patched(row_of(symbol)):
-            restore(row_of(symbol))
+        if is_patched(symbol):
+            restore(symbol)
 
 
 def helper(monkeypatch: pytest.MonkeyPatch, symbol: str) -> tuple[Any, Any]:

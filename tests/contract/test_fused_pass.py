@@ -27,7 +27,7 @@ from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
 from vllm_commext.allreduce.fused.layout import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table.table import Row, Table
 from vllm_commext.compat import fits, fused_pass, hooks
-from vllm_commext.compat.monkey_patch import is_patched, restore, row_of
+from vllm_commext.compat.monkey_patch import is_patched, restore
 from vllm_commext.errors import UnsupportedError
 
 # A process that imports vLLM takes seconds, and much longer on a busy machine.
@@ -106,8 +106,8 @@ def served() -> Iterator[Callable[[str], None]]:
     yield serve
     fused_op.forget_group(GROUP)
     envs.environment_variables.pop(fused_pass.IDENTITY, None)
-    if is_patched(row_of(fused_pass.CONFIGURE)):
-        restore(row_of(fused_pass.CONFIGURE))
+    if is_patched(fused_pass.CONFIGURE):
+        restore(fused_pass.CONFIGURE)
 
 
 def run_passes() -> tuple[torch.fx.GraphModule, str]:

@@ -154,10 +154,10 @@ from vllm.platforms import current_platform
 type(current_platform).is_cuda = lambda self: True
 type(current_platform).is_cpu = lambda self: False
 from vllm_commext import plugin
-from vllm_commext.compat.monkey_patch import INVENTORY, is_patched
+from vllm_commext.compat.monkey_patch import SYMBOLS, is_patched
 plugin.register()
-loaded = [row for row in INVENTORY if row.symbol.partition(":")[0] in sys.modules]
-print(json.dumps([row.symbol for row in loaded if is_patched(row)]))
+loaded = [symbol for symbol in SYMBOLS if symbol.partition(":")[0] in sys.modules]
+print(json.dumps([symbol for symbol in loaded if is_patched(symbol)]))
 """
 
 

@@ -16,8 +16,7 @@ import torch
 from tests.contract.vllm_process import python, ranks
 from tests.kit.ports import free_port
 from vllm_commext.compat.monkey_patch import original_of
-from vllm_commext.compat.queue_groups import GroupMessageQueue
-from vllm_commext.compat.shm_queue import finding_itself
+from vllm_commext.compat.shm_queue import GroupMessageQueue, finding_itself
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import MARK, Decoder, Encoder
 from vllm_commext.shm.queue import MessageQueue
@@ -56,7 +55,7 @@ def look(*args: str, **environ: str) -> dict[str, Any]:
 @pytest.mark.parametrize("environ", [{TOGGLE: "1"}, {}], ids=["toggle", "default on CPUs"])
 def test_it_is_put_at_every_name(environ: dict[str, str]) -> None:
     found = look(**environ)
-    assert found["classes"] == ["vllm_commext.compat.queue_groups"] * 2
+    assert found["classes"] == ["vllm_commext.compat.shm_queue"] * 2
     assert "commext: shm_queue active" in found["lines"]
 
 
@@ -289,7 +288,7 @@ def vllm_step(n_requests: int, number: int) -> tuple[Any, Any]:
 
 
 def test_vllms_steps_go_field_by_field_and_arrive_as_pickle_makes_them() -> None:
-    from vllm_commext.compat.queue_groups import vllm_steps
+    from vllm_commext.compat.shm_queue import vllm_steps
 
     classes = vllm_steps()
     assert classes is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.compat import parts
-from vllm_commext.compat.monkey_patch import INVENTORY
+from vllm_commext.compat.monkey_patch import SYMBOLS
 
 COMPAT = Path(parts.__file__).parent
 # What a vLLM cannot be without, or whose absence is dealt with where it is looked for.
@@ -35,7 +35,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(COMPAT.glob("*.py")), ids=lambda path: path.stem)
 def test_every_module_of_vllms_that_is_imported_is_named(path: Path) -> None:
-    known = {symbol.partition(":")[0] for symbol in NAMED | {row.symbol for row in INVENTORY}}
+    known = {symbol.partition(":")[0] for symbol in NAMED | SYMBOLS}
     inside = {".".join(name.split(".")[:end]) for name in known | UNNAMED for end in range(1, 9)}
     assert imported(ast.parse(path.read_text())) - inside == set()
 
@@ -54,7 +54,6 @@ def test_every_attribute_that_is_read_is_named(name: str) -> None:
 
 def test_each_attribute_that_is_named_is_read_somewhere() -> None:
     """Else a vLLM without it would lose the part for nothing."""
-    files = (path for path in COMPAT.parent.rglob("*.py") if path.name != "parts.py")
-    text = "".join(path.read_text() for path in files)
+    text = "".join(path.read_text() for path in COMPAT.parent.rglob("*.py"))
     attributes = {symbol.partition("@")[2] for symbol in NAMED if "@" in symbol}
     assert {name for name in attributes if not re.search(rf"\b{name}\b", text)} == set()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_commext import UnsupportedError, plugin, status
-from vllm_commext.compat import fits, hooks
+from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.compat.fits import Verdict
 from vllm_commext.compat.parts import Part
 from vllm_commext.plugin import Capability
@@ -54,10 +54,14 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
         monkeypatch.setattr(fits, "compare", lambda *args: ("0.33", differing))
         monkeypatch.setattr(fits, "vllm_root", Path)
         monkeypatch.setattr(fits, "digest", lambda *_: "" if is_gone else "other")
-        part = Part("nixl", "nixl", ("vllm.some:Thing.method",), f"{__name__}:self_test")
+        part = Part("nixl", "nixl", "self_test")
+        monkeypatch.setattr(
+            parts, "known_sources", lambda: {"nixl": {"vllm.some:Thing.method": {}}}
+        )
         monkeypatch.setattr(fits, "PARTS", (part,))
         monkeypatch.setattr(fits, "BY_NAME", {"nixl": part})
-        monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(self_test=self_test))
+        tests = SimpleNamespace(self_test=self_test)
+        monkeypatch.setitem(sys.modules, "vllm_commext.compat.self_tests", tests)
         plugin.register()
         return calls
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import known_sources
 import pytest
 
-from vllm_commext.compat import fits
+from vllm_commext.compat import fits, parts
 from vllm_commext.compat.fits import NOT_THERE, SET, TESTED, digest
 from vllm_commext.compat.parts import Part
 
@@ -76,9 +75,9 @@ def test_an_attribute_is_there_where_a_method_sets_it(tmp_path: Path) -> None:
 
 
 def test_the_table_has_every_name_of_every_part_in_every_release() -> None:
-    known = fits.known_sources()
-    assert sorted(known) == known_sources.sources()
-    for symbol, digests in known.items():
+    known = parts.known_sources()
+    assert list(known) == [part.name for part in parts.PARTS]
+    for symbol, digests in (pair for of in known.values() for pair in of.items()):
         minors = " ".join(digests.values()).split()
         assert sorted(minors) == sorted(TESTED), symbol
         assert NOT_THERE not in digests, symbol
@@ -93,7 +92,7 @@ def test_the_nearest_release_is_named_and_the_functions_that_differ(
         step: {digest(root, step): "0.32 0.33"},
         limit: {digest(root, limit): "0.32", "x": "0.33"},
     }
-    monkeypatch.setattr(fits, "known_sources", lambda: known)
-    part = Part("a part", "nixl", (step, limit))
+    monkeypatch.setattr(parts, "known_sources", lambda: {"a part": known})
+    part = Part("a part", "nixl")
     assert fits.compare(part, root) == ("0.32", [])
     assert fits.compare(part, tmp_path / "nowhere") == ("0.33", [step, limit])

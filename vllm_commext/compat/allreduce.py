@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import fits, group_facts, hooks
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, restore, row_of
+from vllm_commext.compat.monkey_patch import restore, wrap
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -286,11 +286,11 @@ def _checkpoint_prepare(original: Callable[..., None]) -> Callable[..., None]:
     return checkpoint_prepare
 
 
-_METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "__init__": _init,
-    "all_reduce": _all_reduce,
-    "destroy": _destroy,
-    "checkpoint_prepare": _checkpoint_prepare,
+METHODS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    f"{COMMUNICATOR}.__init__": _init,
+    f"{COMMUNICATOR}.all_reduce": _all_reduce,
+    f"{COMMUNICATOR}.destroy": _destroy,
+    f"{COMMUNICATOR}.checkpoint_prepare": _checkpoint_prepare,
 }
 
 
@@ -303,7 +303,7 @@ def install() -> None:
     if is_by_itself():
         hooks.when_imported(COMMUNICATOR.partition(":")[0], _patch_where_it_may_serve)
     else:
-        _patch()
+        wrap(METHODS)
 
 
 def _patch_where_it_may_serve() -> None:
@@ -315,18 +315,11 @@ def _patch_where_it_may_serve() -> None:
 
     is_alone = multiprocessing.current_process().name.startswith(ALONE)
     if not is_alone and torch.cuda.device_count() > 1 and not is_refused():
-        _patch()
-
-
-def _patch() -> None:
-    if not is_patched(row_of(f"{COMMUNICATOR}.all_reduce")):
-        methods = {f"{COMMUNICATOR}.{name}": replace for name, replace in _METHODS.items()}
-        patch_all({symbol: replace(original_of(symbol)) for symbol, replace in methods.items()})
+        wrap(METHODS)
 
 
 def _restore() -> None:
     try:
-        for name in _METHODS:
-            restore(row_of(f"{COMMUNICATOR}.{name}"))
+        restore(*METHODS)
     except UnsupportedError as error:  # ours then asks for a dispatcher that is not there
         logger.debug("commext: allreduce: vLLM's methods stay wrapped: %s", error)

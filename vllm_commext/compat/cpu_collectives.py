@@ -6,13 +6,12 @@ object with torch.distributed's functions, and that object is what it gets from 
 """
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import fits
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
+from vllm_commext.compat.monkey_patch import wrap
 from vllm_commext.errors import CommextError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -140,12 +139,9 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Monkey-patch vLLM in this process; UnsupportedError on no CPU, or without the extension."""
+    """Monkey-patch vLLM in this process; UnsupportedError on no CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         raise UnsupportedError(f"expected vLLM for CPUs, got {current_platform.device_name}")
-    with fits.needing_the_extension():
-        importlib.import_module("vllm_commext.shm._shm_ring")
-    if not is_patched(row_of(SYMBOL)):
-        patch_all({SYMBOL: _init(original_of(SYMBOL))})
+    wrap({SYMBOL: _init})

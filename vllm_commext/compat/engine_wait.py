@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import fits
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
+from vllm_commext.compat.monkey_patch import is_patched, original_of, wrap
 
 if TYPE_CHECKING:
     from vllm_commext.nixl.scheduler import SchedulerSide
@@ -36,12 +36,12 @@ def stock_step() -> Step:
 
 def install() -> None:
     """Monkey-patch the step of this process's engine; UnsupportedError where it does not fit."""
-    row = row_of(SYMBOL)
-    if is_patched(row):
-        return
-    fits.admit(PART)
-    process = stock_step()
+    if not is_patched(SYMBOL):
+        fits.admit(PART)
+        wrap({SYMBOL: _waiting})
 
+
+def _waiting(process: Step) -> Step:
     def process_engine_step(core: Any) -> bool:
         connector = getattr(core.scheduler, "connector", None)
         wait: EngineWait | None = getattr(connector, "engine_wait", None)
@@ -52,7 +52,7 @@ def install() -> None:
                 wait.before_step(core)
         return process(core)
 
-    patch(row, process_engine_step)
+    return process_engine_step
 
 
 class EngineWait:

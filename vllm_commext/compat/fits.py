@@ -7,15 +7,13 @@
 """
 
 import ast
-import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
-import json
 import logging
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +34,8 @@ from vllm_commext.settings import UNTESTED, read_settings
 TESTED = ("0.32", "0.33")
 """Minor releases of vLLM whose first release all tests are run on, on CPUs and on GPUs."""
 OLDEST, NEWEST = TESTED[0], TESTED[-1]
-KNOWN_SOURCES = Path(__file__).with_name("known_sources.json")
 DIFFERENCES = (CommextError, ImportError, AttributeError, TypeError, NotImplementedError)
 """Errors of a vLLM that differs, on all ranks alike: an optional part then leaves it alone."""
-Known = Mapping[str, Mapping[str, str]]
-"""Symbol to digest to the minor releases, with blanks between, whose definition has it."""
 NOT_THERE = ""
 """Digest of a name that is not there."""
 SET = "set"
@@ -188,11 +183,6 @@ def digest(root: Path, symbol: str) -> str:
     return hashlib.sha256(repr(_form(node)).encode()).hexdigest()[:12]
 
 
-@functools.cache
-def known_sources() -> Known:
-    return json.loads(KNOWN_SOURCES.read_text())
-
-
 def vllm_root() -> Path:
     """Folder in which the installed vLLM's package lies; UnsupportedError where there is none."""
     spec = importlib.util.find_spec("vllm")
@@ -204,10 +194,9 @@ def vllm_root() -> Path:
 def compare(part: Part, root: Path) -> tuple[str, list[str]]:
     """The tested release whose source is nearest, and the symbols that differ from it; of equally
     near ones the newest."""
-    known = known_sources()
     found = {
-        symbol: known.get(symbol, {}).get(digest(root, symbol), "").split()
-        for symbol in part.sources
+        symbol: known.get(digest(root, symbol), "").split()
+        for symbol, known in part.sources.items()
     }
     differing = {
         minor: [symbol for symbol, minors in found.items() if minor not in minors]
@@ -273,9 +262,8 @@ def admit(name: str) -> str:
 def _run(part: Part, differs: str) -> None:
     if not part.self_test:
         raise UntestedError(f"{differs}, and it has no test of its own")
-    module, _, function = part.self_test.partition(":")
     try:
-        getattr(importlib.import_module(module), function)()
+        getattr(importlib.import_module("vllm_commext.compat.self_tests"), part.self_test)()
     except Exception as error:
         raise UntestedError(
             f"{differs}, and its test fails: {type(error).__name__}: {error}"
@@ -334,11 +322,10 @@ def summary(capabilities: Collection[str]) -> tuple[str, int]:
 # The machines that `auto` stands for.
 
 
-@contextlib.contextmanager
-def needing_the_extension() -> Iterator[None]:
-    """Turn an ImportError inside into an UnsupportedError that says what to install."""
+def require_extension() -> None:
+    """Raise UnsupportedError, which says what to install, without the native extension."""
     try:
-        yield
+        importlib.import_module(RING)
     except ImportError as error:
         raise UnsupportedError(
             f"the native extension {RING} cannot be imported ({error}); "

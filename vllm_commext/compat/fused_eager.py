@@ -6,13 +6,14 @@ FlashInfer's kernel or the parts. It asks our op first now, where a table says t
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
+from vllm_commext.compat.monkey_patch import wrap
 
 PART = "fused_eager"
 NORM = "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm"
@@ -54,7 +55,4 @@ def _helper(original: Helper, weight_bias: int) -> Helper:
 
 def install() -> None:
     """Let vLLM's helpers ask our op from now on, in models that are imported later."""
-    for symbol, weight_bias in BIASES.items():
-        row = row_of(symbol)
-        if not is_patched(row):
-            patch(row, _helper(original_of(symbol), weight_bias))
+    wrap({symbol: partial(_helper, weight_bias=bias) for symbol, bias in BIASES.items()})

@@ -24,7 +24,7 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.limits import ITEM_BYTES
 from vllm_commext.compat import fits, hooks
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch, row_of
+from vllm_commext.compat.monkey_patch import wrap
 from vllm_commext.errors import UnsupportedError
 
 logger = logging.getLogger("vllm.commext.allreduce")
@@ -181,13 +181,6 @@ def split_ranges(config: Any, most_bytes: Sequence[int], row_bytes: int) -> None
 
 
 def install() -> None:
-    """Let vLLM's models use our op from now on; a second call changes nothing.
-
-    Raises:
-        UnsupportedError: vLLM's pass manager is patched already.
-    """
-    row = row_of(CONFIGURE)
-    if is_patched(row):
-        return
+    """Let vLLM's models use our op from now on; a second call changes nothing."""
     hooks.add_factor(IDENTITY, identity)
-    patch(row, _configure(original_of(CONFIGURE)))
+    wrap({CONFIGURE: _configure})

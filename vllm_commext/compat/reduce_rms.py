@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.compat import group_facts, hooks, reduce_rms_models
-from vllm_commext.compat.monkey_patch import is_patched, original_of, patch_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, original_of, patch
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.settings import read_settings
 
@@ -155,8 +155,8 @@ def get_allreduce_workspace(
 
 def _take_the_op() -> None:
     """Put ours in place of vLLM's fused op, whose bound goes too; a second call changes nothing."""
-    if not is_patched(row_of(FUSED_OP)):
-        patch_all({FUSED_OP_BOUND: MAX_TOKENS, FUSED_OP: fused_qk})
+    if not is_patched(FUSED_OP):
+        patch({FUSED_OP_BOUND: MAX_TOKENS, FUSED_OP: fused_qk})
 
 
 def fused_qk(
@@ -196,7 +196,7 @@ def install() -> None:
 
 
 def _install_minimax() -> None:
-    patch_all({WORKSPACE: get_allreduce_workspace})
+    patch({WORKSPACE: get_allreduce_workspace})
     if original_of(FUSED_OP) is None:
         _take_the_op()  # else vLLM would ask for no workspace
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
 from vllm_commext.compat import fits, hooks
-from vllm_commext.compat.monkey_patch import original_of, patch_all
-from vllm_commext.compat.parts import FUSERS, OLMOE
+from vllm_commext.compat.monkey_patch import original_of, patch
 from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ _FASTER: dict[tuple[str, str], tuple[int, ...]] = {(FUSED, H200): (2, 4), (GATHE
 _DTYPES = ("bfloat16",)
 
 QK_NORMS = ("q_norm", "k_norm")
+FUSERS = "vllm.model_executor.models.transformers.fusers.rms_norm"
+OLMOE = "vllm.model_executor.models.olmoe:OlmoeAttention"
 TakePart = Callable[..., "Workspace | None"]
 Tell = Callable[[str], None]
 Give = tuple[TakePart, Tell]
@@ -142,7 +143,7 @@ def _install_attention(give: Give) -> None:
             self.q_norm.variance_epsilon,
         )
 
-    patch_all({f"{OLMOE}.__init__": __init__, f"{OLMOE}._apply_qk_norm": _apply_qk_norm})
+    patch({f"{OLMOE}.__init__": __init__, f"{OLMOE}._apply_qk_norm": _apply_qk_norm})
 
 
 def _install_transformers(give: Give) -> None:
@@ -172,7 +173,7 @@ def _install_transformers(give: Give) -> None:
         )
         return out.view(x.shape)
 
-    patch_all({f"{FUSERS}:RMSNormFuser.fuse": fuse, f"{FUSERS}:TPAwareNormMixin.forward": forward})
+    patch({f"{FUSERS}:RMSNormFuser.fuse": fuse, f"{FUSERS}:TPAwareNormMixin.forward": forward})
 
 
 def _is_spread(norm: Any, prefix: str, head_size: int) -> bool:

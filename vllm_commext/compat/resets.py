@@ -10,12 +10,13 @@ of no reset of the prefix cache alone.  `install` patches the three methods that
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
+from vllm_commext.compat.monkey_patch import wrap
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,14 +54,10 @@ class Pauses:
 
 def install() -> None:
     """Monkey-patch this process's engine; a second call changes nothing."""
-    if is_patched(row_of(CACHE)):
-        return
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+    wrap({CACHE: _reset_prefix_cache, CALL: _collective_rpc, ADAPTER: _add_lora})
 
-    reset, call = Scheduler.reset_prefix_cache, EngineCore.collective_rpc
-    add = EngineCore.add_lora
 
+def _reset_prefix_cache(reset: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(reset)
     def reset_prefix_cache(
         scheduler: Any, reset_running_requests: bool = False, reset_connector: bool = False
@@ -72,6 +69,10 @@ def install() -> None:
                 _free_loaded(scheduler)
         return reset(scheduler, reset_running_requests, reset_connector)
 
+    return reset_prefix_cache
+
+
+def _collective_rpc(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)  # vLLM reads the signature of what its clients call
     def collective_rpc(
         core: Any,
@@ -91,6 +92,10 @@ def install() -> None:
             settle()
         return answer
 
+    return collective_rpc
+
+
+def _add_lora(add: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(add)
     def add_lora(core: Any, lora_request: Any) -> bool:
         pauses = _pauses_of(getattr(core, "scheduler", None))
@@ -100,7 +105,7 @@ def install() -> None:
             settle()
         return answer
 
-    patch_all({CACHE: reset_prefix_cache, CALL: collective_rpc, ADAPTER: add_lora})
+    return add_lora
 
 
 def may_change_weights(method: Any) -> bool:

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_commext.compat import fits
-from vllm_commext.compat.monkey_patch import is_patched, patch_all, row_of
+from vllm_commext.compat.monkey_patch import is_patched, wrap
 from vllm_commext.nixl.wire.params import ANSWER
 
 PART = "nixl first token"
@@ -83,11 +83,12 @@ def install() -> None:
     Raises:
         UnsupportedError: it is not what it was when this was tested, and does not do the same.
     """
-    if is_patched(row_of(PROCESS)):
-        return
-    fits.admit(PART)
-    add, process = OutputProcessor.add_request, OutputProcessor.process_outputs
+    if not is_patched(PROCESS):
+        fits.admit(PART)
+        wrap({ADD: _add_request, PROCESS: _process_outputs})
 
+
+def _add_request(add: Callable[..., None]) -> Callable[..., None]:
     def add_request(
         self: Any,
         request: Any,
@@ -100,6 +101,10 @@ def install() -> None:
             expect(request, queue)
         add(self, request, prompt, parent_req, request_index, queue)
 
+    return add_request
+
+
+def _process_outputs(process: Process) -> Process:
     def process_outputs(
         self: Any,
         engine_core_outputs: list[Any],
@@ -110,7 +115,7 @@ def install() -> None:
         args = engine_core_timestamp, iteration_stats, weight_version
         return processed(process, self, engine_core_outputs, *args)
 
-    patch_all({ADD: add_request, PROCESS: process_outputs})
+    return process_outputs
 
 
 def expect(request: Any, queue: Any) -> None:

@@ -19,7 +19,6 @@ from unittest.mock import MagicMock
 import vllm_commext
 from vllm_commext.compat.fits import definition
 from vllm_commext.compat.monkey_patch import accepts, original_of
-from vllm_commext.compat.parts import BASE, COMMUNICATORS
 from vllm_commext.errors import UnsupportedError
 
 SECONDS = 5.0
@@ -39,9 +38,9 @@ def queue() -> None:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-    from vllm_commext.compat.queue_groups import GroupMessageQueue
+    from vllm_commext.compat.shm_queue import GroupMessageQueue
 
-    stock = original_of(f"{COMMUNICATORS}.shm_broadcast:MessageQueue")
+    stock = original_of("vllm.distributed.device_communicators.shm_broadcast:MessageQueue")
     for name, kind in vars(stock).items():
         if name[0] != "_" and not isinstance(kind, type) and name not in QUEUE_INTERNALS:
             ours = getattr(GroupMessageQueue, name, None)
@@ -197,7 +196,7 @@ def _connector() -> None:
 
     It is read and not imported: an import asks for another layout of states.
     """
-    base = importlib.import_module(BASE)
+    base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     root = Path(vllm_commext.__file__).parent.parent
     ours = definition(root, "vllm_commext.nixl.connector:CommextNixlConnector")
     methods = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from vllm_commext.compat.monkey_patch import is_patched, patch, row_of
+from vllm_commext.compat.monkey_patch import is_patched, patch
 from vllm_commext.errors import UnsupportedError
 
 NCCL_PATH = "VLLM_NCCL_SO_PATH"
@@ -51,11 +51,11 @@ def let_vllm_use_nccl() -> tuple[str, ...]:
     except OSError:
         return ()
     missing = tuple(name for name in SLEEP_FUNCTIONS if not hasattr(library, name))
-    row = row_of(f"{NCCL_BINDING}:NCCLLibrary.exported_functions")
+    symbol = f"{NCCL_BINDING}:NCCLLibrary.exported_functions"
     known: list[Any] = NCCLLibrary.exported_functions
     kept = [function for function in known if function.name not in missing]
-    if len(kept) < len(known) and not is_patched(row):
-        patch(row, kept)
+    if len(kept) < len(known) and not is_patched(symbol):
+        patch({symbol: kept})
     return missing
 
 
