@@ -14,7 +14,6 @@ adds what a call costs the host.
 """
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,10 +37,9 @@ class Variants:
     """Every backend by name, vLLM's own dispatch, and ours once `judge` has given it a table."""
 
     def __init__(self, group: Any) -> None:
-        from vllm_commext.allreduce import limits
-        from vllm_commext.allreduce.backends import flashinfer
-        from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
+        from vllm_commext.allreduce import flashinfer, limits
         from vllm_commext.allreduce.creation import Parts, create_dispatcher
+        from vllm_commext.allreduce.flashinfer import MEASURING_BYTES
         from vllm_commext.collective import Collective
 
         made = group.device_communicator
@@ -62,14 +60,14 @@ class Variants:
         self.dispatcher = Dispatcher(backends, self.dispatcher.world_size, table)
 
     def measure(self, options: Any) -> dict[str, Any]:
-        from vllm_commext.allreduce.table import measure
+        from vllm_commext.allreduce import measure
 
         return measure.measure_backends(
             self.dispatcher, self.collective, options, self.group.graph_capture, tell_size
         )
 
     def calls(self, message: Any) -> dict[str, Callable[[Any], Any]]:
-        from vllm_commext.allreduce.table.measure import backend_calls
+        from vllm_commext.allreduce.measure import backend_calls
 
         return {
             **backend_calls(self.dispatcher, message),
@@ -102,8 +100,8 @@ class Variants:
 
 def judge(variants: Variants, options: Any, dtype: str) -> list[Row]:
     """The second pass: a row a size, with every variant's time."""
+    from vllm_commext.allreduce import measure
     from vllm_commext.allreduce.limits import message_of_bytes
-    from vllm_commext.allreduce.table import measure
 
     rows: list[Row] = []
     for size in options.sizes:
@@ -205,9 +203,9 @@ def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from vllm_commext.allreduce.table import cache, measure
-    from vllm_commext.allreduce.table.machine import read_machine
-    from vllm_commext.allreduce.table.table import build_table, describe
+    from vllm_commext.allreduce import cache, measure
+    from vllm_commext.allreduce.machine import read_machine
+    from vllm_commext.allreduce.table import build_table, describe
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():
@@ -223,7 +221,7 @@ def run_rank(args: argparse.Namespace) -> None:
             if made is None:
                 sys.exit(f"no table is built in for {args.tp} x {machine.gpu}")
         else:
-            first = dataclasses.replace(options, samples=max(5, samples // 2))
+            first = msgspec.structs.replace(options, samples=max(5, samples // 2))
             times = variants.measure(first)
             made = build_table(times, args.tp, "first pass")
         variants.use(made)

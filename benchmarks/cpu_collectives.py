@@ -30,7 +30,7 @@ from torch import distributed as dist
 
 from tests.kit.gpu_ranks import add_rank_arguments, run_as_ranks
 from tests.kit.servers import LOOPBACK
-from vllm_commext.allreduce.table.table import size_text
+from vllm_commext.allreduce.table import size_text
 from vllm_commext.collective import Collective
 from vllm_commext.shm.collectives import RingGroup, is_worth_it
 

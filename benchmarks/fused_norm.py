@@ -57,9 +57,9 @@ class Bench:
     ) -> None:
         import torch
 
-        from vllm_commext.allreduce.backends.push import PushBackend
         from vllm_commext.allreduce.fused.kernels import FusedKernels
         from vllm_commext.allreduce.fused.layout import ONE_PHASE, TWO_PHASE, Form, FusedShape
+        from vllm_commext.allreduce.push import PushBackend
         from vllm_commext.collective import Collective
 
         made = group.device_communicator
@@ -144,7 +144,7 @@ class Bench:
             return None
         from flashinfer import comm
 
-        from vllm_commext.allreduce.backends.flashinfer import (
+        from vllm_commext.allreduce.flashinfer import (
             MEASURING_BYTES,
             WorkspaceKey,
             shared,
@@ -287,8 +287,8 @@ def measure_sizes(bench: Bench, sizes: Sequence[int], samples: int) -> list[dict
     """A row a size: the time of each variant, and how ours compares."""
     import torch
 
+    from vllm_commext.allreduce import measure
     from vllm_commext.allreduce.limits import Message
-    from vllm_commext.allreduce.table import measure
 
     options = measure.Options(samples=samples, hidden=bench.hidden)
     found: list[dict[str, Any]] = []
@@ -341,7 +341,7 @@ def run_rank(args: argparse.Namespace) -> None:
     import msgspec
     import torch
 
-    from vllm_commext.allreduce.table.machine import read_machine
+    from vllm_commext.allreduce.machine import read_machine
     from vllm_commext.compat.tp_group import tensor_parallel
 
     with tensor_parallel(args.rank, args.tp, args.port) as group, torch.inference_mode():

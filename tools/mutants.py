@@ -58,7 +58,7 @@ TARGETS = {
         "shm/test_segment.py shm/test_ring.py shm/test_ring_processes.py",
     ),
     "dispatcher": (
-        "vllm_commext/allreduce/dispatcher.py vllm_commext/allreduce/table/table.py",
+        "vllm_commext/allreduce/dispatcher.py vllm_commext/allreduce/table.py",
         "allreduce/test_dispatcher.py allreduce/test_tables.py",
     ),
 }

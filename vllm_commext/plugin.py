@@ -89,9 +89,9 @@ def _add_connector(module: str) -> None:
     that vLLM's never serves in its place unseen."""
     from vllm_commext.compat import hooks
 
-    hooks.add_connector(CONNECTOR_NAME, module)
-    if os.environ.get(ALIAS) == "1":
-        hooks.rename_connector(VLLMS_NAME, module, CONNECTOR_NAME)
+    names = (CONNECTOR_NAME, VLLMS_NAME) if os.environ.get(ALIAS) == "1" else (CONNECTOR_NAME,)
+    for name in names:
+        hooks.add_connector(name, module, CONNECTOR_NAME)
 
 
 def __getattr__(name: str) -> Any:

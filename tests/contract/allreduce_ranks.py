@@ -42,7 +42,7 @@ def main() -> None:
     )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-    from vllm_commext.allreduce import multicast
+    from vllm_commext.allreduce.machine import NO_MULTICAST
     from vllm_commext.compat import allreduce
     from vllm_commext.compat.allreduce import dispatcher_of
 
@@ -82,7 +82,7 @@ def main() -> None:
         allreduce.why_not(tp, None),
     ]
     found["environ"] = sorted(
-        name for name in multicast.DEFAULTS if os.environ.get(name) != environ.get(name)
+        name for name in NO_MULTICAST if os.environ.get(name) != environ.get(name)
     )
     sys.stdout.write("\n" + json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -114,11 +114,9 @@ class Stage:
         self.exchanges = 0
 
     def install(self) -> None:
-        from vllm_commext.allreduce import creation
-        from vllm_commext.allreduce.backends import push
+        from vllm_commext.allreduce import creation, machine, push
         from vllm_commext.allreduce.fused import kernels
-        from vllm_commext.allreduce.table import machine
-        from vllm_commext.allreduce.table.machine import Machine
+        from vllm_commext.allreduce.machine import Machine
         from vllm_commext.compat import group_facts, reduce_rms
         from vllm_commext.errors import UnsupportedError
         from vllm_commext.reduce_rms.workspace import GroupWorkspace
@@ -173,7 +171,7 @@ def current(config: Any) -> Iterator[None]:
 def crossing_table() -> Any:
     """The fused op comes first above 2 MiB alone, and the all-reduce by itself never."""
     from vllm_commext.allreduce import limits
-    from vllm_commext.allreduce.table.table import Row, Table
+    from vllm_commext.allreduce.table import Row, Table
 
     rows = (Row(2 << 20, (limits.UNFUSED, limits.FUSED_PUSH)), Row(1 << 26, (limits.FUSED_PUSH,)))
     return Table(2, {}, "of the test", {"bfloat16": rows})
@@ -255,7 +253,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
 
 
 def main() -> None:
-    from vllm_commext.allreduce.table import cache
+    from vllm_commext.allreduce import cache
     from vllm_commext.compat import fits
 
     fits.require_proven_gpus = lambda: None

@@ -184,7 +184,7 @@ def serve(way: str) -> Any:
     from vllm_commext.allreduce import limits
     from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
-    from vllm_commext.allreduce.table.table import Row, Table
+    from vllm_commext.allreduce.table import Row, Table
     from vllm_commext.compat import fused_pass
 
     group = get_tp_group()

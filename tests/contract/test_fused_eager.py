@@ -15,7 +15,7 @@ from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import Operands, Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.compat import fits, fused_eager
 from vllm_commext.compat.monkey_patch import is_patched, restore
 

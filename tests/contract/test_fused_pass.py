@@ -25,7 +25,7 @@ from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
 from vllm_commext.allreduce.fused.layout import LEAST_WEIGHT_BYTES
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.compat import fits, fused_pass, hooks
 from vllm_commext.compat.monkey_patch import is_patched, restore
 from vllm_commext.errors import UnsupportedError

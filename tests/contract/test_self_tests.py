@@ -32,7 +32,7 @@ def twice_too_much(original):
 """
 RINGS = BROKEN.format(module="vllm_commext.shm.collectives", owner="RingGroup", name="all_reduce")
 NCCL = BROKEN.format(
-    module="vllm_commext.allreduce.backends.backend", owner="NcclBackend", name="all_reduce"
+    module="vllm_commext.allreduce.backend", owner="NcclBackend", name="all_reduce"
 )
 OP = BROKEN.format(
     module="vllm_commext.reduce_rms.workspace", owner="GroupWorkspace", name="sum_over_ranks"

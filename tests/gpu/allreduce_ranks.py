@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from tests.kit.gpu_ranks import checks_of, run_checks
-from vllm_commext.allreduce import limits, multicast
-from vllm_commext.allreduce.backends import flashinfer
-from vllm_commext.allreduce.backends.flashinfer import MEASURING_BYTES
+from vllm_commext.allreduce import flashinfer, limits, machine
 from vllm_commext.allreduce.creation import Parts, create_dispatcher
 from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer import MEASURING_BYTES
 from vllm_commext.allreduce.limits import Message
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.compat.tp_group import tensor_parallel
 
@@ -231,7 +230,7 @@ def start_counter() -> None:
 
 def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
-    multicast.keep_off()
+    machine.keep_off_multicast()
     start_counter()
     flashinfer.shared.budget_bytes = MEASURING_BYTES
     with tensor_parallel(rank, world, port) as group, torch.inference_mode():

@@ -18,7 +18,7 @@ from tests.contract.qk_norms_rank import CASES
 from tests.kit.gpu_ranks import checks_of, run_checks
 from tests.kit.untested import ENVIRON, withhold_evidence
 from vllm_commext import plugin, status
-from vllm_commext.allreduce import limits, multicast
+from vllm_commext.allreduce import limits, machine
 from vllm_commext.collective import Collective
 from vllm_commext.compat import allreduce, fused_pass, reduce_rms, reduce_rms_models
 from vllm_commext.compat.monkey_patch import is_patched
@@ -82,7 +82,7 @@ CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 def main() -> None:
     rank, world, port = (int(text) for text in sys.argv[1:4])
-    multicast.keep_off()
+    machine.keep_off_multicast()
     os.environ.update(TOGGLES)
     withhold_evidence()
     plugin.register()

@@ -17,12 +17,12 @@ import torch
 from torch import distributed
 
 from tests.kit.gpu_ranks import run_checks
-from vllm_commext.allreduce.backends.push import PushBackend
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
 from vllm_commext.allreduce.fused.layout import EPILOGUES, NORM, STATIC_FP8, FusedShape
 from vllm_commext.allreduce.limits import Message
+from vllm_commext.allreduce.push import PushBackend
 from vllm_commext.collective import Collective
 
 MESSAGE_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from tests.kit.servers import free_port
-from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce.machine import NO_MULTICAST
 
 if TYPE_CHECKING:
     from vllm_commext.collective import Collective
@@ -22,7 +22,7 @@ GRACE_SECONDS = 30.0
 CHECK_LINE = '{"check"'
 ENVIRON: Mapping[str, str] = {
     "GLOO_SOCKET_IFNAME": "lo",
-    **multicast.DEFAULTS,
+    **NO_MULTICAST,
     "VLLM_HOST_IP": "127.0.0.1",
 }
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""`vllm-commext tune`: its table, its curves, its refusal without GPUs; and what doctor says."""
+"""`vllm-commext tune`: its table, its refusal without GPUs; and what doctor says."""
 
 import argparse
 import sys
@@ -10,13 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from vllm_commext.allreduce import limits
+from vllm_commext.allreduce import cache, limits, measure
+from vllm_commext.allreduce import table as tables
+from vllm_commext.allreduce.cache import builtin_table
 from vllm_commext.allreduce.limits import Message
-from vllm_commext.allreduce.table import cache, measure
-from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.cache import builtin_table
-from vllm_commext.allreduce.table.machine import Machine
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.cli import checks as table
 from vllm_commext.cli import main, tune
 from vllm_commext.compat import tp_group
@@ -37,16 +36,6 @@ def test_the_table_marks_the_fastest() -> None:
         "| 1 MiB | 10.0 | 8.5* | 9.0 |",
         "| 64 MiB | 240.0* | - | 1000.0 |",
     ]
-
-
-def test_the_curves_are_low_where_a_backend_is_fast() -> None:
-    nccl, custom, one_shot, axis = tune.as_curves(TIMES).splitlines()
-    assert nccl.split()[1][0] == tune.BARS[-1]
-    assert nccl[-1] == tune.BARS[0]
-    assert custom.split()[1] == tune.BARS[0] * 2
-    assert one_shot[-1] == tune.BARS[-1]
-    assert axis.strip().startswith("2 KiB .. 64 MiB")
-    assert tune.as_curves({}) == ""
 
 
 def test_every_beginning_of_the_sizes_is_spread() -> None:
@@ -105,7 +94,7 @@ def test_what_ranks_tell_is_shown_and_kept(
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from vllm_commext.allreduce.table import table as tables
+from vllm_commext.allreduce import table as tables
 from vllm_commext.cli.tune import say
 times = {TIMES!r}
 say("backends", names=["custom", "nccl"])

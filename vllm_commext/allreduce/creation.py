@@ -5,19 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.backends import flashinfer, push
-from vllm_commext.allreduce.backends.backend import Backend, CustomBackend, NcclBackend
-from vllm_commext.allreduce.backends.flashinfer import MAX_MESSAGE_BYTES, is_compiled
+from vllm_commext.allreduce import cache, flashinfer, limits, push
+from vllm_commext.allreduce.backend import Backend, CustomBackend, NcclBackend
+from vllm_commext.allreduce.cache import find_table
 from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer import MAX_MESSAGE_BYTES, is_compiled
 from vllm_commext.allreduce.limits import ITEM_BYTES
-from vllm_commext.allreduce.table import cache
-from vllm_commext.allreduce.table.cache import find_table
-from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine
-from vllm_commext.allreduce.table.table import Table, describe
+from vllm_commext.allreduce.machine import NO_ACCESS, Machine
+from vllm_commext.allreduce.table import Table, describe
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.facts import Facts
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +108,7 @@ def create_dispatcher(
 
     Args:
         table: rank 0's serves all.
-        forced: see `Policy`.
+        forced: see `Dispatcher`.
         wanted: backends to create, in order to measure them; None for those of the table.
         most_bytes: of the largest message to come, alike on all ranks; 0 where unknown.
 
@@ -151,6 +148,26 @@ def wanted_backends(table: Table | None, forced: str | None) -> tuple[str, ...]:
     if forced is None and table is not None and table.leads_fused(limits.FUSED_PUSH):
         ranked.add(limits.PUSH)  # whose memory the fused kernels use
     return tuple(name for name in limits.BACKENDS if name in ranked)
+
+
+ANY_HOST = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's host, engine and settings, which decide whether our kernels take part in a
+    tensor-parallel group; all ranks agree about them before anything is made, set or chosen."""
+
+    host: str = ANY_HOST
+    gpu: str = ""  # the driver's name of it; empty where there is none
+    dtype: str = "bfloat16"  # of the model
+    hidden: int = 8192  # elements of a row
+    max_tokens: int = 0  # rows of the largest step; 0 where unknown
+    eager: bool = False
+    invariant: bool = False  # a row has the same bits whatever else is in the batch
+    microbatches: bool = False  # a batch runs in parts on several streams
+    multicast: bool = False  # vLLM's own collectives may use NVLink multicast here
+    settings: tuple[str, ...] = ()  # the toggles that matter, as ``NAME=value``
 
 
 @dataclass(frozen=True)

@@ -2,51 +2,23 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.backends.backend import Backend, Ready
+from vllm_commext.allreduce.backend import Backend, Ready
 from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message, message_of
-from vllm_commext.allreduce.table.table import Table
+from vllm_commext.allreduce.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-Takes = Callable[[Message], bool]
 logger = logging.getLogger("vllm.commext.allreduce")
 
 MAX_PLANS = 8192  # shapes whose choice is remembered; beyond it the memory is emptied
-
-
-class Policy:
-    """Order in which to try the backends that were created on all ranks. *forced*: the one that the
-    user wants, `limits.VLLM` for none of ours, or None."""
-
-    def __init__(
-        self, takes: Mapping[str, Takes], table: Table | None, forced: str | None = None
-    ) -> None:
-        self._takes, self._table, self._forced = dict(takes), table, forced
-
-    def ranking(self, message: Message) -> tuple[str, ...]:
-        """Backends by speed, whether or not they can take the message."""
-        if message.dtype not in ITEM_BYTES or self._forced == limits.VLLM:
-            return ()
-        if self._forced is not None:
-            return (self._forced,)
-        ranking = self._table.ranking(message.num_bytes, message.dtype) if self._table else ()
-        return ranking[: ranking.index(limits.VLLM)] if limits.VLLM in ranking else ranking
-
-    def candidates(self, message: Message) -> tuple[str, ...]:
-        """Backends that can take it; none leaves the message to vLLM's default dispatch."""
-        return tuple(
-            name
-            for name in self.ranking(message)
-            if name in self._takes and self._takes[name](message)
-        )
 
 
 class FusedPolicy:
@@ -114,7 +86,7 @@ class Dispatcher:
 
     Everything is decided from shape and dtype, and from what all ranks agreed about at creation:
     the backends that every one has, and the table. All make the same calls in the same order, and
-    so choose alike. *forced*: see `Policy`.
+    so choose alike. *forced*: the one that the user wants, `limits.VLLM` for none of ours, or None.
     """
 
     def __init__(
@@ -126,9 +98,6 @@ class Dispatcher:
     ) -> None:
         self.backends = {backend.name: backend for backend in backends}
         self.world_size, self.table, self._forced = world_size, table, forced
-        self._policy = Policy(
-            {name: backend.takes for name, backend in self.backends.items()}, table, forced
-        )
         self._plans: dict[tuple[torch.Size, torch.dtype], _Plan] = {}
         self._past: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
@@ -166,11 +135,21 @@ class Dispatcher:
         return plan
 
     def _plan(self, message: Message) -> _Plan:
-        for name in self._policy.candidates(message):
-            if self.backends[name].is_ready(message):
-                ranking = self._policy.ranking(message)
-                return _Plan(self.backends[name], ranking[: ranking.index(name)])
-        return _Plan(None, self._policy.ranking(message))
+        ranking = self._ranking(message)
+        for place, name in enumerate(ranking):
+            backend = self.backends.get(name)
+            if backend is not None and backend.takes(message) and backend.is_ready(message):
+                return _Plan(backend, ranking[:place])
+        return _Plan(None, ranking)
+
+    def _ranking(self, message: Message) -> tuple[str, ...]:
+        """Backends by speed, whether or not they can take the message; none of what is vLLM's."""
+        if message.dtype not in ITEM_BYTES or self._forced == limits.VLLM:
+            return ()
+        if self._forced is not None:
+            return (self._forced,)
+        ranking = self.table.ranking(message.num_bytes, message.dtype) if self.table else ()
+        return ranking[: ranking.index(limits.VLLM)] if limits.VLLM in ranking else ranking
 
     def _anticipate(self, message: Message) -> None:
         """Create what this message or a smaller one with such rows will need: the first one is
@@ -204,7 +183,7 @@ class Dispatcher:
         for backend in self.backends.values():
             backend.destroy()
         self.backends.clear()
-        self._policy = Policy({}, None)
+        self.table = self._forced = None
 
 
 class _Empty(Ready):

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from vllm_commext import __version__, status
-from vllm_commext.allreduce.table.cache import find_table
-from vllm_commext.allreduce.table.table import Table, describe
+from vllm_commext.allreduce.cache import find_table
+from vllm_commext.allreduce.table import Table, describe
 from vllm_commext.cli import fabric
 from vllm_commext.cli.report import OFFER, Check, Found, Level, Row, encode
 from vllm_commext.compat import fits, hooks, parts
@@ -194,7 +194,7 @@ def gpus() -> Iterable[Found]:
         return
     import torch
 
-    from vllm_commext.allreduce.table.machine import read_machine
+    from vllm_commext.allreduce.machine import read_machine
 
     cuda = str(torch.version.cuda or "none, a CPU build")
     yield Found(cuda, Level.INFO, "CUDA of torch")

@@ -1,7 +1,7 @@
 """``vllm-commext tune allreduce --tp N``: measure the backends here, and keep what was found.
 
 A process a GPU measures, ``python -m vllm_commext.cli.tune OPTIONS`` with options as JSON; the
-command shows how far they are, a table of microseconds and curves.
+command shows how far they are, and a table of microseconds.
 """
 
 import argparse
@@ -13,37 +13,31 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce import table as tables
 from vllm_commext.allreduce.limits import ITEM_BYTES
-from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.machine import have_access
-from vllm_commext.allreduce.table.measure import SIZES
-from vllm_commext.allreduce.table.table import describe, size_text
+from vllm_commext.allreduce.machine import have_access, keep_off_multicast
+from vllm_commext.allreduce.measure import SIZES, Options
+from vllm_commext.allreduce.table import describe, size_text
 from vllm_commext.cli import above_zero
 from vllm_commext.errors import CommextTimeoutError, UnsupportedError
 
-BARS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH = 30  # letters
 ABSENT = "-"
 Times = Mapping[int, Mapping[str, float]]
 
 
-def columns(times: Times) -> list[str]:
-    """The backends that were measured, those with the most sizes first."""
-    names = sorted({name for of in times.values() for name in of})
-    return sorted(names, key=lambda name: -sum(name in of for of in times.values()))
-
-
 def as_table(times: Times) -> str:
-    """Markdown: a row a size, microseconds a call, the fastest marked by an asterisk."""
-    names = columns(times)
+    """Markdown: a row a size, microseconds a call, the fastest marked by an asterisk; a column a
+    backend, those with the most sizes first."""
+    counts = Counter(name for of in times.values() for name in of)
+    names = sorted(counts, key=lambda name: (-counts[name], name))
     lines = ["| size | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
     for size in sorted(times):
         of = times[size]
@@ -54,29 +48,6 @@ def as_table(times: Times) -> str:
         ]
         lines.append("| " + " | ".join([size_text(size), *cells]) + " |")
     return "\n".join(lines)
-
-
-def as_curves(times: Times) -> str:
-    """A line a backend: how far it is from the best, from small sizes to large.
-
-    The lowest bar is the fastest backend, the highest is twice its time or more.
-    """
-    names = columns(times)
-    if not names:
-        return ""
-    width = max(map(len, names))
-    lines = [f"{name:<{width}} {_bars(times, name)}" for name in names]
-    sizes = sorted(times)
-    span = f"{size_text(sizes[0])} .. {size_text(sizes[-1])}"
-    return "\n".join([*lines, f"{'':<{width}} {span}; low is fast, full height is 2x the best"])
-
-
-def _bars(times: Times, name: str) -> str:
-    steps, bars = len(BARS) - 1, ""
-    for _, of in sorted(times.items()):
-        more = of[name] / min(of.values()) - 1 if name in of else None
-        bars += " " if more is None else BARS[min(int(more * steps + 0.5), steps)]
-    return bars
 
 
 HELP = "benchmark all-reduce backends on this machine; vLLM uses the result at its next start"
@@ -118,15 +89,16 @@ def _check_gpus(wanted: int) -> None:
 def _start(args: argparse.Namespace, log: Path) -> list[subprocess.Popen[str]]:
     environ = {**os.environ, "VLLM_COMMEXT_ALLREDUCE": "0", "VLLM_HOST_IP": "127.0.0.1"}
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multicast.keep_off(environ)
+    keep_off_multicast(environ)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes: list[subprocess.Popen[str]] = []
     for rank in range(args.tp):
-        options = RankOptions(
-            *(rank, args.tp, port, SIZES, tuple(args.dtype or ("bfloat16",)), args.hidden),
-            *(args.samples, float(args.seconds), not args.no_save),
+        chosen = Options(
+            *(SIZES, tuple(args.dtype or ("bfloat16",)), args.hidden, args.samples),
+            seconds=float(args.seconds),
         )
+        options = RankOptions(rank, args.tp, port, chosen, not args.no_save)
         text = msgspec.json.encode(options).decode()
         with log.open("ab") as file:
             processes.append(
@@ -204,8 +176,6 @@ def _show(
 ) -> None:
     for dtype, of in times.items():
         print(f"\n{dtype}, microseconds a call\n\n{as_table(of)}\n")
-        print(as_curves(of))
-    print()
     for line in describe(tables.decode(last["table"])):
         print(line)
     print(f"kept in {last['path']}" if last["path"] else "not kept")
@@ -221,17 +191,13 @@ PREFIX = "commext-tune "
 
 
 class RankOptions(msgspec.Struct, frozen=True):
-    """One rank of `world_size`, which meet at `port` of this host; `sizes` in bytes and what
-    follows as in `measure.Options`; `save`: write the table to the user's cache folder."""
+    """One rank of `world_size`, which meet at `port` of this host; `save`: write the table to the
+    user's cache folder."""
 
     rank: int
     world_size: int
     port: int
-    sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    hidden: int
-    samples: int
-    seconds: float
+    measured: Options
     save: bool
 
 
@@ -242,15 +208,13 @@ def say(kind: str, **values: Any) -> None:
 
 
 def measure_rank(options: RankOptions) -> None:
-    from vllm_commext.allreduce import limits
-    from vllm_commext.allreduce.backends import flashinfer
+    from vllm_commext.allreduce import cache, flashinfer, limits, measure
     from vllm_commext.allreduce.creation import Parts, create_dispatcher
-    from vllm_commext.allreduce.table import cache, measure
-    from vllm_commext.allreduce.table.machine import read_machine
+    from vllm_commext.allreduce.machine import read_machine
     from vllm_commext.collective import Collective
     from vllm_commext.compat.tp_group import fused_add_rms_norm, tensor_parallel
 
-    multicast.keep_off()
+    keep_off_multicast()
     flashinfer.shared.budget_bytes = flashinfer.MEASURING_BYTES
     with tensor_parallel(options.rank, options.world_size, options.port) as group:
         made = group.device_communicator
@@ -266,18 +230,15 @@ def measure_rank(options: RankOptions) -> None:
             if first:
                 say("size", dtype=dtype, size=size, times=dict(times))
 
-        chosen = measure.Options(
-            options.sizes, options.dtypes, options.hidden, options.samples, seconds=options.seconds
-        )
         times = measure.measure_backends(
-            *(dispatcher, collective, chosen, group.graph_capture, progress),
+            *(dispatcher, collective, options.measured, group.graph_capture, progress),
             norm=fused_add_rms_norm,
         )
         machine = read_machine(made.device)
         origin = f"measured on {options.world_size} x {machine.gpu}"
         table = tables.build_table(times, options.world_size, origin)
         if first:
-            path = str(cache.save(machine, table, options.hidden)) if options.save else ""
+            path = str(cache.save(machine, table, options.measured.hidden)) if options.save else ""
             text = tables.encode(table).decode()
             say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
         collective.run(lambda: None)

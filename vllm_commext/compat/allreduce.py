@@ -25,10 +25,9 @@ from vllm_commext.settings import read_settings
 if TYPE_CHECKING:
     import torch
 
-    from vllm_commext.allreduce.creation import Requirements
+    from vllm_commext.allreduce.creation import Facts, Requirements
     from vllm_commext.allreduce.dispatcher import Dispatcher, FusedPolicy
     from vllm_commext.collective import Collective
-    from vllm_commext.gpu.facts import Facts
 
 logger = logging.getLogger("vllm.commext.allreduce")
 
@@ -91,10 +90,10 @@ def _serve_fused_op(
     """Let the group's name serve our fused op, with kernels where it has memory for them, and
     vLLM's models use it where a table has it faster; in all where batches must be invariant."""
     from vllm_commext.allreduce import limits
-    from vllm_commext.allreduce.backends.push import PushBackend
     from vllm_commext.allreduce.dispatcher import FusedPolicy
     from vllm_commext.allreduce.fused import op as fused_op
     from vllm_commext.allreduce.fused.kernels import FusedKernels, PushFused
+    from vllm_commext.allreduce.push import PushBackend
     from vllm_commext.collective import Collective
 
     push = made.backends.get(limits.PUSH)
@@ -163,7 +162,7 @@ def attach(communicator: Any, tcp_store_group: Any = None) -> None:
 def _attach(communicator: Any, name: str) -> None:
     from vllm_commext.allreduce import creation
     from vllm_commext.allreduce.creation import Parts
-    from vllm_commext.allreduce.table.machine import read_machine
+    from vllm_commext.allreduce.machine import read_machine
     from vllm_commext.collective import Collective
 
     facts = group_facts.agreed(communicator.cpu_group, communicator.device)
@@ -311,7 +310,7 @@ def _patch_where_it_may_serve() -> None:
     ranks decide together when their group is made."""
     import torch
 
-    from vllm_commext.allreduce.table.machine import is_refused
+    from vllm_commext.allreduce.machine import is_refused
 
     is_alone = multiprocessing.current_process().name.startswith(ALONE)
     if not is_alone and torch.cuda.device_count() > 1 and not is_refused():

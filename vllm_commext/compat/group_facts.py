@@ -4,13 +4,14 @@ by all ranks once for each group; both the all-reduce and the norms decide by th
 
 import importlib
 import os
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.allreduce import multicast
+from vllm_commext.allreduce import machine
+from vllm_commext.allreduce.creation import ANY_HOST, Facts
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.facts import Facts, agree_about
 from vllm_commext.settings import TOGGLES, read_settings
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _settings() -> tuple[str, ...]:
 
 
 def _has_multicast(device: "torch.device") -> bool:
-    if all(os.environ.get(name) == value for name, value in multicast.IN_VLLM.items()):
+    if all(os.environ.get(name) == value for name, value in machine.NO_MULTICAST_IN_VLLM.items()):
         return False
     from vllm_commext.gpu.launch import check
 
@@ -92,6 +93,33 @@ def read(config: Any, device: "torch.device") -> Facts:
         max_tokens=int(config.scheduler_config.max_num_batched_tokens),
         eager=bool(model.enforce_eager) or not has_graphs,
     )
+
+
+def _differences(everybody: Sequence[Facts]) -> str:
+    values = {
+        field.name: [getattr(facts, field.name) for facts in everybody] for field in fields(Facts)
+    }
+    unlike = {name: of for name, of in values.items() if len(set(of)) > 1}
+    return ", ".join(f"{name} {of}" for name, of in unlike.items())
+
+
+def agree_about(read: Callable[[], Facts], collective: Collective) -> Facts:
+    """Return the record that all ranks read alike; collective.
+
+    Raises:
+        UnsupportedError: the ranks are on several hosts, or differ in something; all raise it.
+    """
+    everybody = collective.run(read)
+    hosts = {facts.host for facts in everybody}
+    if len(hosts) > 1:
+        raise UnsupportedError(f"its ranks are on {len(hosts)} hosts")
+    alike = [replace(facts, host=ANY_HOST) for facts in everybody]
+    if len(set(alike)) > 1:
+        raise UnsupportedError(
+            f"expected the same on all ranks, got {_differences(alike)} in the order of ranks; set "
+            "the toggles alike"
+        )
+    return everybody[0]
 
 
 def agreed(group: "ProcessGroup", device: "torch.device") -> Facts:

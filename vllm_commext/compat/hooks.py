@@ -52,19 +52,12 @@ def add_factor(name: str, value: Callable[[], str]) -> None:
     envs.environment_variables[name] = value
 
 
-def add_connector(name: str, module: str) -> None:
-    """Register the class `name` of `module` as a KV connector; it is imported when it is used."""
+def add_connector(name: str, module: str, own: str) -> None:
+    """Let `name` stand for the KV connector `own` of `module` from now on, also a name of vLLM's;
+    the class is imported when it is used."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # vLLM has no public way to ask, and a second registration raises.
-    if name not in KVConnectorFactory._registry:  # pyright: ignore[reportPrivateUsage]
-        KVConnectorFactory.register_connector(name, module, name)
-
-
-def rename_connector(name: str, module: str, own: str) -> None:
-    """Let the name of a connector of vLLM's stand for the class `own` of `module` from now on."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     KVConnectorFactory._registry.pop(name, None)  # pyright: ignore[reportPrivateUsage]
     KVConnectorFactory.register_connector(name, module, own)
 

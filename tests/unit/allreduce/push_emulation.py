@@ -9,9 +9,9 @@ import torch
 
 from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
-from vllm_commext.allreduce.backends import push
-from vllm_commext.allreduce.backends.push import PushLayout
+from vllm_commext.allreduce import push
 from vllm_commext.allreduce.limits import PACK_BYTES
+from vllm_commext.allreduce.push import PushLayout
 from vllm_commext.gpu.ipc import EMPTY
 from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
 from vllm_commext.gpu.nvrtc import Program

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import creation, limits
-from vllm_commext.allreduce.backends import flashinfer as backend_module
-from vllm_commext.allreduce.backends.backend import NcclBackend, Ready
-from vllm_commext.allreduce.backends.flashinfer import WorkspaceKey, Workspaces
+from vllm_commext.allreduce import cache, creation, limits
+from vllm_commext.allreduce import flashinfer as backend_module
+from vllm_commext.allreduce.backend import NcclBackend, Ready
 from vllm_commext.allreduce.creation import (
+    Facts,
     Parts,
     Requirements,
     create_dispatcher,
@@ -29,13 +29,13 @@ from vllm_commext.allreduce.creation import (
     start_dispatcher,
 )
 from vllm_commext.allreduce.dispatcher import Dispatcher
+from vllm_commext.allreduce.flashinfer import WorkspaceKey, Workspaces
 from vllm_commext.allreduce.limits import Message
-from vllm_commext.allreduce.table import cache
-from vllm_commext.allreduce.table.machine import Machine
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.machine import Machine
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.collective import Collective
+from vllm_commext.compat.group_facts import agree_about
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.facts import Facts, agree_about
 from vllm_commext.reduce_rms.workspace import GroupWorkspace
 
 CPU = torch.device("cpu")

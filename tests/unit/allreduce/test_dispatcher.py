@@ -9,7 +9,7 @@ from vllm_commext.allreduce import dispatcher as dispatchers
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.limits import PACK_BYTES, Message
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 
 SMALL, LARGE = limits.PUSH, limits.NCCL
 TABLE = Table(1, {"float32": (Row(64, (SMALL, LARGE)), Row(4096, (LARGE, SMALL)))}, "a test")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import multicast
-from vllm_commext.allreduce.backends import flashinfer as backend_module
-from vllm_commext.allreduce.backends.flashinfer import (
+from vllm_commext.allreduce import flashinfer as backend_module
+from vllm_commext.allreduce import machine
+from vllm_commext.allreduce.flashinfer import (
     FlashInferBackend,
     Workspaces,
     check_flashinfer,
@@ -163,17 +163,8 @@ def test_the_norm_comes_by_the_one_shot_kernel_into_new_tensors(stub: Stub) -> N
     assert (call["use_oneshot"], call["trigger_completion_at_end"]) == (True, True)
 
 
-class TestMulticast:
-    def test_keeping_it_off_leaves_what_is_set(self) -> None:
-        environ = {"NCCL_NVLS_ENABLE": "1"}
-        assert set(multicast.keep_off(environ)) == set(multicast.DEFAULTS) - {"NCCL_NVLS_ENABLE"}
-        assert environ["NCCL_NVLS_ENABLE"] == "1"
-        assert environ["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
-        assert multicast.keep_off(environ) == ()
-
-    def test_torchs_switch_is_set_only_during_a_rendezvous(self) -> None:
-        for environ in ({}, {multicast.TORCH: "0"}, {multicast.TORCH: "1"}):
-            before = dict(environ)
-            with multicast.torch_guard(environ):
-                assert environ[multicast.TORCH] == "1"
-            assert environ == before
+def test_keeping_multicast_off_leaves_what_is_set() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    machine.keep_off_multicast(environ)
+    assert environ == {**machine.NO_MULTICAST, "NCCL_NVLS_ENABLE": "1"}
+    assert environ["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"

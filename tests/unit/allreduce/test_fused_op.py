@@ -27,7 +27,7 @@ from vllm_commext.allreduce.fused.layout import (
     forms,
 )
 from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu.ipc import EMPTY
 from vllm_commext.gpu.launch import Device

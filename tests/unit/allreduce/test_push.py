@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.crossed import crossed
-from vllm_commext.allreduce.backends import push
-from vllm_commext.allreduce.backends.push import CHUNK_PACKS, HALVES, PushLayout
+from vllm_commext.allreduce import push
 from vllm_commext.allreduce.limits import PACK_BYTES
+from vllm_commext.allreduce.push import CHUNK_PACKS, HALVES, PushLayout
 from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
 from vllm_commext.gpu.nvrtc import Program
 

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.dispatcher import FusedPolicy, Policy
-from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of_bytes
-from vllm_commext.allreduce.table import cache
-from vllm_commext.allreduce.table import machine as machines
-from vllm_commext.allreduce.table import table as tables
-from vllm_commext.allreduce.table.machine import Machine, digest
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce import cache, limits
+from vllm_commext.allreduce import machine as machines
+from vllm_commext.allreduce import table as tables
+from vllm_commext.allreduce.dispatcher import FusedPolicy
+from vllm_commext.allreduce.limits import ITEM_BYTES, message_of_bytes
+from vllm_commext.allreduce.machine import Machine, digest
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError
 
 bounded = settings(max_examples=60)
@@ -165,10 +164,8 @@ class TestOfOurs:
     def test_only_ranges_that_ours_leads_are_left(self) -> None:
         ours = Table(2, {"float16": self.ROWS, "float32": self.ROWS}, "here").of_ours("float16")
         assert set(ours.rows) == {"float16"}
-        takes = dict.fromkeys(("push", "nccl"), lambda _: True)
-        policy = Policy(takes, ours)
-        found = [policy.candidates(Message((size,), "float16")) for size in (32, 33, 64, 65, 128)]
-        assert found == [(), ("push",), ("push",), (), ()]
+        found = [ours.ranking(size, "float16")[0] for size in (64, 65, 128, 129, 256)]
+        assert found == [limits.VLLM, limits.PUSH, limits.PUSH, limits.VLLM, limits.VLLM]
 
     def test_with_residual_and_norm_where_ours_leads(self) -> None:
         ours = Table(2, {}, "here", {"float16": self.FUSED}).of_ours("float16")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.backends.push import TIMEOUT_SECONDS, PushMemory
 from vllm_commext.allreduce.fused import layout
 from vllm_commext.allreduce.fused.layout import (
     GROUP,
@@ -23,6 +22,7 @@ from vllm_commext.allreduce.fused.layout import (
     FusedShape,
 )
 from vllm_commext.allreduce.limits import PACK_BYTES
+from vllm_commext.allreduce.push import TIMEOUT_SECONDS, PushMemory
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.launch import arguments_type

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.backends.backend import Ready
+from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.ipc import EMPTY, IpcBuffer, allocate, check_delivery, free

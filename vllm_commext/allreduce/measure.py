@@ -4,13 +4,14 @@ turns to be slowest. Needs GPUs."""
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import Dispatcher
 from vllm_commext.allreduce.limits import Message, message_of_bytes
-from vllm_commext.allreduce.table.table import median_of_slowest
+from vllm_commext.allreduce.table import median_of_slowest
 from vllm_commext.collective import Collective
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ def without_product(times: Mapping[str, float]) -> dict[str, float]:
 def fused_calls(
     dispatcher: Dispatcher, collective: "Collective", message: Message
 ) -> dict[str, Fused]:
-    from vllm_commext.allreduce.backends.flashinfer import FlashInferBackend
-    from vllm_commext.allreduce.backends.push import PushBackend
+    from vllm_commext.allreduce.flashinfer import FlashInferBackend
     from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
     from vllm_commext.allreduce.fused.layout import FusedShape
     from vllm_commext.allreduce.fused.op import is_prepared
+    from vllm_commext.allreduce.push import PushBackend
 
     found: dict[str, Fused] = {}
     rows, hidden = message.shape
@@ -110,8 +111,7 @@ def fused_calls(
     return found
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """Options of a measurement: `sizes` in bytes, `hidden` elements a row, interleaved `samples` of
     each backend and size, `replays` of a graph a sample; no size begins after `seconds`."""
 

@@ -1,1 +1,0 @@
-"""Tables of measurements: their sources, and how one is made on this machine."""
