@@ -24,6 +24,7 @@ from vllm_commext.errors import (
 )
 from vllm_commext.settings import (
     ALIAS,
+    INSTALL_NIXL,
     MASTER,
     STRICT,
     TOGGLES,
@@ -65,7 +66,7 @@ def _activate_nixl() -> None:
     from vllm_commext.compat import hooks, kv_connector
 
     if importlib.util.find_spec("nixl") is None:
-        raise UnsupportedError("NIXL is not installed, `pip install nixl==1.5.1` brings it")
+        raise UnsupportedError(f"NIXL is not installed, `{INSTALL_NIXL}` brings it")
     kv_connector.note_layout_choice()
     hooks.when_imported(CONNECTOR_MODULE, _watch_for_outputs)
     _add_connector(CONNECTOR_MODULE)

@@ -56,7 +56,6 @@ def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def check_private(status: os.stat_result, path: Path) -> None:
-    """Raise PermissionError for what another user owns or can write."""
     is_own = status.st_uid in (os.geteuid(), 0)
     is_kept = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not (is_own and is_kept):

@@ -18,17 +18,24 @@ STRICT = "VLLM_COMMEXT_STRICT"
 UNTESTED = "VLLM_COMMEXT_UNTESTED"
 ALIAS = "VLLM_COMMEXT_NIXL_ALIAS"
 _BACKEND = "VLLM_COMMEXT_ALLREDUCE_BACKEND"
+INSTALL_NIXL = "pip install nixl==1.5.1"
+"""For messages: the release that is tested."""
 
 
 @dataclass(frozen=True)
 class Toggle:
-    """One environment variable."""
-
-    name: str
+    name: str  # of the environment variable
     field: str  # the key under which `Settings` holds its value
     choices: tuple[str, ...]
     default: str
     meaning: str  # for the generated documentation
+
+    def problem(self, value: str) -> str:
+        """Say that it has no such value; empty where it has."""
+        if value in self.choices:
+            return ""
+        wanted = ", ".join(self.choices)
+        return f"expected one of {wanted}, got {value!r}; unset it for the default, {self.default}"
 
 
 SWITCH, AUTO = ("0", "1"), ("auto", "0", "1")
@@ -151,16 +158,6 @@ def describe_unknown(name: str) -> str:
     return f"{name} is no toggle of vllm_commext{hint}; the toggles are {', '.join(known)}"
 
 
-def _read_toggle(toggle: Toggle, environ: Mapping[str, str]) -> str:
-    value = environ.get(toggle.name, toggle.default)
-    if value not in toggle.choices:
-        raise ConfigError(
-            f"{toggle.name}: expected one of {', '.join(toggle.choices)}, got {value!r}; "
-            f"unset it for the default, {toggle.default}"
-        )
-    return value
-
-
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read every toggle; ConfigError names all that have a value which is not among their choices.
 
@@ -173,12 +170,10 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     gone = {name: value for name, value in environ.items() if (name, value) in GONE_VALUES}
     errors = [f"{name}={value} is gone: {GONE_VALUES[name, value]}" for name, value in gone.items()]
     for toggle in TOGGLES:
-        if toggle.name in gone:
-            continue
-        try:
-            values[toggle.field] = _read_toggle(toggle, environ)
-        except ConfigError as error:
-            errors.append(str(error))
+        value = environ.get(toggle.name, toggle.default)
+        if toggle.name not in gone and (problem := toggle.problem(value)):
+            errors.append(f"{toggle.name}: {problem}")
+        values[toggle.field] = value
     if errors:
         raise ConfigError("; ".join(errors))
     return Settings(MappingProxyType(values), unknown_names(environ))

@@ -26,8 +26,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class CapabilityStatus:
-    """The outcome for one capability in this process."""
-
     name: str
     state: State
     reason: str = ""  # why it is off or refused, or a remark on an active one
@@ -84,7 +82,6 @@ def record(status: CapabilityStatus) -> None:
 
 
 def recorded() -> tuple[CapabilityStatus, ...]:
-    """The outcomes so far, in the order in which the capabilities were first recorded."""
     return tuple(_statuses.values())
 
 

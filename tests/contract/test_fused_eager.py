@@ -16,13 +16,13 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import Operands, Outputs
 from vllm_commext.allreduce.fused.layout import FusedShape
 from vllm_commext.allreduce.table import Row, Table
-from vllm_commext.compat import fits, fused_eager
+from vllm_commext.compat import fits, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore
 
 GROUP, HIDDEN, MOST = "tp:of the test", 64, 4
 SYMBOLS = [
-    pytest.param(fused_eager.NORM, id="fused_allreduce_rms_norm"),
-    pytest.param(fused_eager.GEMMA, id="fused_allreduce_gemma_rms_norm"),
+    pytest.param(fused_pass.NORM, id="fused_allreduce_rms_norm"),
+    pytest.param(fused_pass.GEMMA, id="fused_allreduce_gemma_rms_norm"),
 ]
 
 
@@ -51,16 +51,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twofold]:
     """What serves the group that the helpers find."""
     made = Twofold()
     group = SimpleNamespace(unique_name=GROUP)
-    monkeypatch.setattr(fused_eager, "get_tp_group", lambda: group)
+    monkeypatch.setattr(fused_pass, "get_tp_group", lambda: group)
     rows = (Row(2 * MOST * HIDDEN * 4, (limits.FUSED_PUSH,)), Row(1 << 30, (limits.UNFUSED,)))
     policy = FusedPolicy(Table(2, {}, "test", {"float32": rows}))
     apart = fused_op.after_all_reduce(lambda x: x + x)
     fused_op.register_group(GROUP, fused_op.FusedNorm(apart, made, policy))
-    fused_eager.install()
-    fused_eager.install()
+    fused_pass.install_helpers()
+    fused_pass.install_helpers()
     yield made
     fused_op.forget_group(GROUP)
-    for symbol in fused_eager.BIASES:
+    for symbol in fused_pass.BIASES:
         if is_patched(symbol):
             restore(symbol)
 
@@ -71,7 +71,7 @@ def helper(monkeypatch: pytest.MonkeyPatch, symbol: str) -> tuple[Any, Any]:
     module = importlib.import_module(name)
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
     monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", lambda x: x + x)
-    kind = GemmaRMSNorm if fused_eager.BIASES[symbol] else RMSNorm
+    kind = GemmaRMSNorm if fused_pass.BIASES[symbol] else RMSNorm
     with set_current_vllm_config(VllmConfig()):
         norm = kind(HIDDEN, eps=1e-5)
     norm.weight.data = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -90,7 +90,7 @@ def test_our_kernel_serves_what_it_takes_and_leads(
         out, new = call(x.clone(), residual.clone(), norm)
     assert kernels.runs == served
     want = 2 * x + residual
-    weight = norm.weight + fused_eager.BIASES[symbol]
+    weight = norm.weight + fused_pass.BIASES[symbol]
     torch.testing.assert_close(new, want)
     torch.testing.assert_close(
         out, torch.nn.functional.rms_norm(want, (HIDDEN,), weight, 1e-5), rtol=1e-5, atol=1e-5
@@ -109,4 +109,4 @@ def test_without_our_group_the_helper_is_vllms(
 
 
 def test_this_vllm_has_the_helpers() -> None:
-    assert fits.why_not(fused_eager.PART) == ""
+    assert fits.why_not("fused_eager") == ""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.kit import ROOT
 from tests.kit.forked import FOLDER
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.nvrtc import SOURCES, Program
 
 COMPILER = shutil.which("g++")
 EMULATION = ROOT / "tests" / "unit" / "gpu"
@@ -33,7 +33,7 @@ def compile_kernel(source: Program, macros: Mapping[str, object]) -> ctypes.CDLL
     """A kernel for this CPU, of whichever rank."""
     macros = {name: value for name, value in macros.items() if name != "RANK"}
     macros |= {"KERNEL_NAME": source.name, "KERNEL_FILE": f'"{source.main.name}"'}
-    folders = (f"-I{EMULATION}", f"-I{source.folder}")
+    folders = (f"-I{EMULATION}", f"-I{SOURCES}")
     defined = [f"-D{name}={value}" for name, value in macros.items()]
     headers = ("-include", str(_system_headers()))
     files = (str(EMULATION / "emulate.cpp"), str(_runtime()))

@@ -37,10 +37,10 @@ class Parts:
     pynccl: Any = None
 
 
-Maker = Callable[[], Sequence[Backend]]
+Maker = Callable[[], Backend]
 
 
-def _flashinfer(parts: Parts, table: Table | None) -> Sequence[Backend]:
+def _flashinfer(parts: Parts, table: Table | None) -> Backend:
     # FlashInfer's compiler takes minutes: only a table measured here makes an engine wait for it.
     may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     if not may_compile and not is_compiled():
@@ -49,7 +49,7 @@ def _flashinfer(parts: Parts, table: Table | None) -> Sequence[Backend]:
             "compiles and measures them"
         )
     largest = _largest(table, limits.FLASHINFER_ONE_SHOT, MAX_MESSAGE_BYTES)
-    return [flashinfer.FlashInferBackend(parts.cpu_group, largest)]
+    return flashinfer.FlashInferBackend(parts.cpu_group, largest)
 
 
 def _largest(table: Table | None, name: str, otherwise: int) -> int:
@@ -68,7 +68,7 @@ def _makers(
 ) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
     if parts.custom is not None and limits.CUSTOM in wanted:
-        makers["custom"] = lambda: [CustomBackend(parts.custom)]
+        makers["custom"] = lambda: CustomBackend(parts.custom)
     if limits.FLASHINFER_ONE_SHOT in wanted:
         makers["FlashInfer"] = lambda: _flashinfer(parts, table)
     if limits.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
@@ -77,19 +77,18 @@ def _makers(
         led = _largest(table, limits.PUSH, bound)
         fused = table.leads_fused(limits.FUSED_PUSH) if table is not None else 0
         num_bytes = max(led, min(fused, bound))
-        makers[OUR_KERNEL] = lambda: [push.PushBackend(num_bytes, collective)]
-    makers["NCCL"] = lambda: [NcclBackend(parts.pynccl, parts.device_group)]
+        makers[OUR_KERNEL] = lambda: push.PushBackend(num_bytes, collective)
+    makers["NCCL"] = lambda: NcclBackend(parts.pynccl, parts.device_group)
     return makers
 
 
-def _make_together(what: str, maker: Maker, collective: Collective) -> Sequence[Backend]:
-    """Make the backends of one family, or none on any rank, with one line why."""
+def _make_together(what: str, maker: Maker, collective: Collective) -> list[Backend]:
+    """Make a backend on all ranks, or on none, with one line why."""
     made: list[Backend] = []
     try:
         if what == OUR_KERNEL:  # which agrees with the other ranks by itself
-            made += maker()
-        else:
-            collective.agree(lambda: made.extend(maker()))
+            return [maker()]
+        collective.agree(lambda: made.append(maker()))
     except UnsupportedError as error:
         if collective.rank == 0:
             logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)

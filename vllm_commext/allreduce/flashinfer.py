@@ -286,5 +286,4 @@ class FlashInferBackend:
         )
 
     def destroy(self) -> None:
-        """Free the workspaces of the group; a second call changes nothing."""
         self._workspaces.destroy(self._group.group_name)

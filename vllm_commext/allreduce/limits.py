@@ -107,8 +107,6 @@ def flashinfer_one_shot(message: Message, world_size: int, max_bytes: int) -> bo
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Size of a FlashInfer workspace."""
-
     max_rows: int  # of a message; 0 where the budget holds not one
     max_bytes: int  # of the largest message
     device_bytes: int  # of each GPU's memory that it takes

@@ -44,7 +44,6 @@ NO_MULTICAST: Mapping[str, str] = {**NO_MULTICAST_IN_VLLM, "NVSHMEM_DISABLE_NVLS
 
 @functools.cache
 def own_kernels() -> str:
-    """Digest of the sources of this package's kernels."""
     files = sorted(path for path in SOURCES.iterdir() if path.is_file())
     text = b"".join(path.name.encode() + path.read_bytes() for path in files)
     return hashlib.sha256(text).hexdigest()[:16]

@@ -26,7 +26,7 @@ from vllm_commext.cli.report import OFFER, Check, Found, Level, Row, encode
 from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.serve.checks import why_not_bound
-from vllm_commext.settings import TOGGLES, describe_unknown, unknown_names
+from vllm_commext.settings import INSTALL_NIXL, TOGGLES, describe_unknown, unknown_names
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "commext"
@@ -101,11 +101,9 @@ def toggles() -> Iterable[Found]:
     for toggle in TOGGLES:
         value = os.environ.get(toggle.name, toggle.default)
         source = "environment" if toggle.name in os.environ else "default"
-        if value in toggle.choices:
-            yield Found(f"{value} ({source})", name=toggle.name)
-        else:
-            remedy = f"expected one of {', '.join(toggle.choices)}; unset it for {toggle.default}"
-            yield Found(f"{value!r} ({source})", Level.ERROR, toggle.name, remedy)
+        problem = toggle.problem(value)
+        level = Level.ERROR if problem else Level.OK
+        yield Found(f"{value} ({source})", level, toggle.name, problem)
     for name in unknown_names(os.environ):
         yield Found("unknown", Level.WARNING, name, describe_unknown(name))
 
@@ -286,7 +284,7 @@ TABLE: tuple[Row, ...] = (
     Row("capabilities", "", capabilities),
     Row(
         *("nixl", "nixl", partial(library, "nixl", "nixl")),
-        "the connector needs it: pip install nixl==1.5.1",
+        f"the connector needs it: {INSTALL_NIXL}",
     ),
     Row(
         *("nixl", "plug-ins that load", nixl_plugins),

@@ -36,10 +36,6 @@ ATTRIBUTE = "_commext_allreduce"
 AUTO = "auto"
 ALONE = ("MainProcess", "EngineCore")  # processes whose names begin so run a model on one GPU
 PART, FUSED_NORM, FUSED_EAGER = "allreduce", "fused_norm", "fused_eager"
-MODULES = {
-    FUSED_NORM: "vllm_commext.compat.fused_pass",
-    FUSED_EAGER: "vllm_commext.compat.fused_eager",
-}
 _served: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators
 SELF_TEST_ROWS = (1, 32, 512)  # about both ends of a table
 
@@ -109,7 +105,9 @@ def _serve_fused_op(
     if _may(FUSED_NORM, steps, communicator.device):
         _use_in_passes(policy, required.facts)
     if _may(FUSED_EAGER, steps, communicator.device):
-        importlib.import_module(MODULES[FUSED_EAGER]).install()
+        from vllm_commext.compat import fused_pass
+
+        fused_pass.install_helpers()
 
 
 def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
@@ -117,9 +115,10 @@ def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
     problem, level = "", logging.WARNING
     try:
         fits.admit(part)
-        module = importlib.import_module(MODULES[part])
+        from vllm_commext.compat import fused_pass
+
         if fits.must_test_itself(part):
-            module.self_test(device)
+            fused_pass.self_test(device)
     except Exception as error:  # noqa: BLE001 - vLLM's own is there
         problem, level = f"{type(error).__name__}: {error}", fits.level_of(error)
     problems = [found for found in steps.allgather(problem) if found]

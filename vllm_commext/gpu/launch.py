@@ -49,8 +49,6 @@ def check(result: tuple[Any, ...], what: str = "") -> Any:
 
 @dataclass
 class Function:
-    """A loaded kernel with its launch configuration."""
-
     driver: Any  # bindings
     function: Any  # handle
     config: Any  # its grid and stream are set for each launch

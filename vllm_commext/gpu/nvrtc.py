@@ -70,15 +70,14 @@ class Program:
     """A kernel's source, to be compiled for one set of macros at a time."""
 
     name: str  # of the kernel, of its file without ``.cu``, and of its folder in the cache
-    folder: Path = SOURCES  # of the file, and of the headers that it includes by name alone
 
     @property
     def main(self) -> Path:
-        return self.folder / f"{self.name}.cu"
+        return SOURCES / f"{self.name}.cu"
 
     @property
     def headers(self) -> tuple[Path, ...]:
-        return tuple(sorted(self.folder.glob("*.h")))
+        return tuple(sorted(SOURCES.glob("*.h")))
 
     def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
         return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)

@@ -58,8 +58,6 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of a block."""
-
     team_warps: int  # that share a token
     block_teams: int = 1  # tokens a block
     weights_early: bool = False  # loaded while the sums travel
@@ -195,7 +193,6 @@ def slot_bytes(max_tokens: int, world_size: int) -> int:
 
 
 def slot_capacity(comm_size: int, world_size: int) -> int:
-    """Tokens that a slot of `comm_size` bytes holds, that is, tokens of one launch."""
     return comm_size // (world_size * WORD_BYTES)
 
 
@@ -212,8 +209,6 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a workspace."""
-
     kind: FailureKind
     rank: int  # that was waited for, or this one where two calls met
     token: int  # row of the call, counted within its piece

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.serve.plan import LOOPBACK, Request
+from vllm_commext.settings import INSTALL_NIXL
 
 SMI_SECONDS = 20.0
 USED_SHARE = 0.1
 """Of a GPU's memory: one that has more in use belongs to another."""
 NEEDED = {
     "vllm": "pip install vllm==0.33.0",
-    "nixl": "pip install nixl==1.5.1",
+    "nixl": INSTALL_NIXL,
     "aiohttp": 'pip install "vllm_commext[proxy]"',
 }
 

@@ -195,7 +195,6 @@ class StepClasses:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """Checksum of all that both ends must agree on."""
         layout = [(fields, slots) for _, fields, slots in self.kinds]
         statuses = list(map(str, self.statuses))
         return zlib.crc32(repr((VERSION, STEP_FORMAT, layout, statuses)).encode())
@@ -221,7 +220,6 @@ class _Reducers(dict[Any, Any]):
         return copyreg.dispatch_table[kind]
 
     def add_ours(self) -> None:
-        """Add those of the types that have been imported by now."""
         if "numpy" in sys.modules:
             self[sys.modules["numpy"].ndarray] = reduce_array
         if "torch" in sys.modules:

@@ -36,8 +36,6 @@ Received = bytes | list[bytes | bytearray]
 
 
 class End:
-    """One end of a queue."""
-
     name: str  # in the log
     ring: RingEnd | None  # this end of it; None for a writer without readers
 
@@ -265,12 +263,10 @@ class MessageQueue:
         self.shutting_down, self.local_reader_rank = False, -1
 
     def export_handle(self) -> Handle:
-        """Return what a reader's process needs for `create_from_handle`."""
         return self.handle
 
     @staticmethod
     def step_classes() -> StepClasses | None:
-        """Return the classes of the steps that go field by field."""
         return None
 
     @classmethod
@@ -332,7 +328,6 @@ class MessageQueue:
         ring.cancel()
 
     def counters(self) -> dict[str, int]:
-        """Return `RingEnd.counters`; nothing where there are no readers."""
         return self._end.ring.counters() if self._end.ring is not None else {}
 
 

@@ -112,7 +112,6 @@ class RingEnd:
         return [Peer(*fields) for fields in self.core.peers()]
 
     def slowest_reader(self) -> Peer:
-        """Return who has read the fewest bytes; of several the first."""
         return min(self.peers()[1:], key=lambda peer: peer.position)
 
     def first_missing(self) -> Peer | None:
@@ -260,7 +259,6 @@ class RingReader(RingEnd):
         return record
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until the writer has called `announce_ready`."""
         self.check(self.core.wait_ready(timeout))
 
 

@@ -136,7 +136,7 @@ def test_without_a_home_kernels_are_compiled_and_not_kept(
 def test_nothing_of_ours_speaks_of_multicast() -> None:
     folders = [Path(module.__file__).parent for module in (kernel, nvrtc)]
     files = [path for folder in folders for path in folder.rglob("*.py")]
-    files += [*PROGRAM.folder.iterdir(), *PROGRAM.headers]
+    files += [*nvrtc.SOURCES.iterdir()]
     assert len(files) > 10
     for path in files:
         text = path.read_text().lower()

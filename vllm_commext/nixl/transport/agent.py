@@ -20,6 +20,7 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, expand_rows
 from vllm_commext.nixl.log import logger
+from vllm_commext.settings import INSTALL_NIXL
 
 _LEVEL, _FILE = "UCX_LOG_LEVEL", "UCX_LOG_FILE"
 _LANES = re.compile(r"\b(?:intra-node|inter-node) cfg#\d+ (?P<lanes>.+)$")
@@ -137,7 +138,7 @@ def load_nixl() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"CommextNixlConnector needs NIXL, which does not load here ({error}): "
-            "`pip install nixl==1.5.1` brings it, `vllm-commext doctor` checks it"
+            f"`{INSTALL_NIXL}` brings it, `vllm-commext doctor` checks it"
         ) from error
 
 
