@@ -1,6 +1,5 @@
 """`vllm-commext tune`: its table, its refusal without GPUs; and what doctor says."""
 
-import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,12 +60,6 @@ def test_without_peer_access_there_is_nothing_to_tune(
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     assert main.main(["tune", "allreduce", "--tp", "2"]) == 2
     assert "no peer access" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5"])
-def test_numbers_must_be_whole_and_positive(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        tune._number(text)
 
 
 def test_ranks_that_fail_are_told_of(

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.crossed import crossed
 from vllm_commext.allreduce.fused.layout import (
     GROUP_FP8,
     MOST_WARPS,
@@ -19,9 +18,7 @@ from vllm_commext.allreduce.fused.layout import (
     warps,
 )
 from vllm_commext.gpu.launch import WARP
-from vllm_commext.gpu.nvrtc import Program
 
-ARCHITECTURES = (80, 89, 90, 100)
 KERNELS = (ONE_PHASE, TWO_PHASE)
 SHAPES = (
     FusedShape("bfloat16", "bfloat16", 8192),
@@ -94,16 +91,3 @@ def test_what_is_chosen_is_among_what_is_prepared(shape: FusedShape, rows: int, 
 )
 def test_what_no_kernel_takes_is_refused_with_the_reason(shape: FusedShape, problem: str) -> None:
     assert problem in shape.problem()
-
-
-@pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize(("shape", "architecture"), crossed(SHAPES, ARCHITECTURES), ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_it_compiles_for_every_architecture(
-    kernel: str, shape: FusedShape, architecture: int
-) -> None:
-    macros = Form(kernel, warps(shape)).macros(shape, world_size=4, rank=1)
-    cubin = Program(kernel).compile_cubin(macros, architecture)
-    assert cubin.startswith(b"\x7fELF")
-    assert kernel.encode() in cubin
-    assert b"multimem" not in cubin

@@ -1,7 +1,5 @@
 """What is prefetched of the next weights: within them, in whole lines, no more than wanted."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -79,11 +77,3 @@ class TestWeights:
         one = torch.empty(1, dtype=torch.bfloat16).expand(4096, 4096)
         for weight in (None, small, several, spread, askew, one):
             assert self.pieces_of(weight)[1] == NOTHING
-
-
-def test_larger_wishes_have_no_fewer_bytes() -> None:
-    sizes = [
-        found.count * found.num_bytes
-        for found in (pieces(28672, 16384, 16384, 132, total * MIB) for total in (1, 2, 4, 8, 16))
-    ]
-    assert all(low <= high for low, high in pairwise(sizes))

@@ -1,20 +1,14 @@
 """Our own all-reduce kernels without a GPU: their memory's layout, and their compilation."""
 
-from itertools import product
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.crossed import crossed
 from vllm_commext.allreduce import push
 from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.allreduce.push import CHUNK_PACKS, HALVES, PushLayout
-from vllm_commext.gpu.launch import ELEMENT_CODES, WARP
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import WARP
 
-ARCHITECTURES = (80, 90, 100, 120)
-GROUPS = list(product((2, 4, 8), ELEMENT_CODES))
 MOST_THREADS = 1024
 
 
@@ -66,15 +60,3 @@ def test_the_largest_message_is_counted_in_32_bits() -> None:
     for world_size in range(2, 9):
         layout = PushLayout(world_size, push.MAX_MESSAGE_BYTES)
         assert HALVES * layout.half_packs < 2**32
-
-
-@pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize(("group", "architecture"), crossed(GROUPS, ARCHITECTURES), ids=str)
-def test_it_compiles_for_every_architecture(group: tuple[int, str], architecture: int) -> None:
-    world_size, dtype = group
-    layout = PushLayout(world_size, 1 << 20)
-    source = Program(layout.kernel)
-    cubin = source.compile_cubin(layout.macros(ELEMENT_CODES[dtype], rank=1), architecture)
-    assert cubin.startswith(b"\x7fELF")
-    assert layout.kernel.encode() in cubin
-    assert b"multimem" not in cubin

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.crossed import crossed
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import nvrtc
 from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling
 
-ARCHITECTURES = (80, 90, 100, 120)
 MINIMAX = Shape("bfloat16", "bfloat16", 2, 3072, 512)
-SHAPES = (
-    MINIMAX,
-    Shape("float16", "float32", 8, 768, 128),
-    Shape("float32", "bfloat16", 3, 2048, 344),
-    Shape("bfloat16", "bfloat16", 4, 4096, 0, aligned=False),
-)
 
 
 @pytest.fixture
@@ -44,17 +36,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize(("shape", "architecture"), crossed(SHAPES, ARCHITECTURES), ids=str)
-def test_every_form_compiles_for_every_architecture(shape: Shape, architecture: int) -> None:
-    for tiling in kernel.tilings(shape):
-        cubin = PROGRAM.compile_cubin(kernel.macros(shape, tiling), architecture)
-        assert cubin.startswith(b"\x7fELF")
-        assert b"reduce_rms" in cubin
-        assert b"cuMulticast" not in cubin
-        assert b"multimem" not in cubin
-
-
-@pytest.mark.usefixtures("needs_nvrtc")
 def test_a_source_that_is_refused_tells_why() -> None:
     macros = {**kernel.macros(MINIMAX, Tiling(1)), "SENTINEL": 0}
     with pytest.raises(UnsupportedError, match="error"):
@@ -62,7 +43,7 @@ def test_a_source_that_is_refused_tells_why() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", [MINIMAX, Shape("float16", "float32", 8, 768, 128)], ids=str)
 def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) -> None:
     for tiling in kernel.tilings(shape):
         macros = [f"-D{name}={value}" for name, value in kernel.macros(shape, tiling).items()]

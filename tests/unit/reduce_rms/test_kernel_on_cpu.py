@@ -2,7 +2,6 @@
 
 import platform
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -116,17 +115,6 @@ def test_any_sequence_of_calls(group: tuple[int, str], token_counts: list[int], 
         # What the last call of each token received is still there; all before is empty again.
         others = world_size - 1
         assert ranks.slot_words_in_use(rank).sum() == others * sum(n > 0 for n in used)
-
-
-def test_a_long_run_of_large_and_small_calls() -> None:
-    shape = Shape("bfloat16", "bfloat16", 2, 64, 16)
-    ranks = Ranks(2, 32)
-    random = np.random.default_rng(5)
-    counts = [int(n) for n in random.choice([1, 2, 3, 31, 32], size=120)]
-    streams = make_calls(shape, ranks, counts, seed=5)
-    run(shape, Tiling(1, block_teams=4), streams, seed=5)
-    for calls in zip(*streams, strict=True):
-        assert max(errors(shape, list(calls))) <= 1.0
 
 
 SPECIAL = {

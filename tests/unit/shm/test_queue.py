@@ -30,8 +30,8 @@ def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQ
 def test_ranks_that_are_not_consecutive_have_their_places() -> None:
     writer, readers = make(2, local_reader_ranks=[7, 3])
     assert [reader.local_reader_rank for reader in readers] == [0, 1]
-    writer.enqueue("both")
-    assert [reader.dequeue(timeout=60) for reader in readers] == ["both", "both"]
+    assert writer.broadcast_object("both") == "both"
+    assert [reader.broadcast_object() for reader in readers] == ["both", "both"]
     with pytest.raises(ValueError, match="expected 2 local_reader_ranks"):
         MessageQueue(2, 2, local_reader_ranks=[1])
     with pytest.raises(ProtocolError, match="rank 5 is none of the queue's local readers"):
@@ -77,12 +77,6 @@ def test_a_queue_without_readers_takes_everything() -> None:
         writer.enqueue(lambda: 0)
     assert writer.counters() == {}
     writer.shutdown()
-
-
-def test_broadcast_object() -> None:
-    writer, [reader] = make()
-    assert writer.broadcast_object("obj") == "obj"
-    assert reader.broadcast_object() == "obj"
 
 
 def test_a_long_wait_names_who_is_waited_for(
@@ -159,6 +153,12 @@ def test_who_has_not_come_is_told_and_not_who_has(
 SECONDS = st.integers(1, 1000).map(float)
 
 
+def test_without_a_limit_there_is_a_next_step_and_after_a_wait_for_ever_none() -> None:
+    steps = itertools.islice(next_steps(60.0, 60.0, None), 3)
+    assert list(steps) == [(60.0, 60.0, False), (120.0, 60.0, False), (180.0, 60.0, False)]
+    assert list(next_steps(None, 60.0, None)) == []
+
+
 @given(waited=SECONDS, interval=SECONDS, limit=SECONDS)
 def test_steps_fill_the_time_to_the_limit(waited: float, interval: float, limit: float) -> None:
     steps = list(next_steps(waited, interval, limit))
@@ -172,12 +172,3 @@ def test_steps_fill_the_time_to_the_limit(waited: float, interval: float, limit:
     assert {step for _, step, _ in steps[:-1]} <= {interval}
     assert 0 < steps[-1][1] <= interval
     assert [is_last for _, _, is_last in steps] == [False] * (len(steps) - 1) + [True]
-
-
-def test_without_a_limit_there_is_always_a_next_step() -> None:
-    steps = itertools.islice(next_steps(60.0, 60.0, None), 3)
-    assert list(steps) == [(60.0, 60.0, False), (120.0, 60.0, False), (180.0, 60.0, False)]
-
-
-def test_nothing_follows_on_a_wait_for_ever() -> None:
-    assert list(next_steps(None, 60.0, None)) == []
