@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -36,8 +37,8 @@ from vllm_commext.proxy.window.window import Window
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_STARTS = 4
-"""Requests taken up between two looks at all connections, so that a burst holds nobody up."""
+_STARTS, _BURST_SECONDS = 4, 0.01
+"""Requests taken up between two looks at all connections, where so many come in so short a time."""
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
@@ -70,6 +71,7 @@ class ProxyApp:
         self.num_in_flight = 0
         self._num_begun = 0
         self._starts = asyncio.Semaphore(_STARTS)
+        self._begun_at = deque[float](maxlen=_STARTS)
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -152,14 +154,22 @@ class ProxyApp:
         with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
-            async with self._starts:
-                await asyncio.sleep(0)
+            await self._take_turn()
             await intake.read(request)
             if not self.config.client_priority and isinstance(intake.body, dict):
                 intake.body.pop("priority", None)
             with self._admitted(request):
                 session = Session(self._service, request, intake, headers, outcome)
                 return await session.serve(request, intake)
+
+    async def _take_turn(self) -> None:
+        """Begin at once, or where many others have, between two looks at all connections."""
+        begun, now = self._begun_at, asyncio.get_running_loop().time()
+        is_burst = len(begun) == _STARTS and now - begun[0] < _BURST_SECONDS
+        begun.append(now)
+        if is_burst:
+            async with self._starts:
+                await asyncio.sleep(0)
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:

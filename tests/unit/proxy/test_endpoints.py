@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Memory, prefix_of
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, price
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, num_samples, prompt_tokens
 
 LONG = "w" * 200_000
 IDS = list(range(100_000, 150_000))
@@ -49,7 +49,8 @@ GENERATE = "/inference/v1/generate"
     ],
 )
 def test_a_request_costs_what_its_prompt_costs_wherever_that_stands(body: dict[str, Any]) -> None:
-    assert 0.3 < price(arrived(body)) / 50_000 < 2.2
+    read = arrived(body)
+    assert 0.3 < prompt_tokens(read) * num_samples(read) / 50_000 < 2.2
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,8 @@ def test_a_request_costs_what_its_prompt_costs_wherever_that_stands(body: dict[s
     ],
 )
 def test_nothing_is_free_and_short_prompts_are_cheap(body: dict[str, Any]) -> None:
-    assert 0 < price(arrived(body)) < 20
+    read = arrived(body)
+    assert 0 < prompt_tokens(read) * num_samples(read) < 20
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,8 @@ async def test_a_named_session_stays_whatever_its_prompts_begin_with(kit: Any, p
 @pytest.mark.parametrize("client", ["chat", "agent", "items", "ids"])
 def test_nearly_all_of_the_last_turn_counts_as_held(client: str) -> None:
     path, body = CLIENTS[client]
-    old, new = (prefix_of(arrived(body(1, turns)), ENDPOINTS[path], None) for turns in (5, 7))
+    bodies = [arrived(body(1, turns)) for turns in (5, 7)]
+    old, new = (prefix_of(one, ENDPOINTS[path], None, prompt_tokens(one)) for one in bodies)
     memory = Memory(10**9)
     memory.note(old)
     assert memory.held_tokens(new) > 0.85 * old.tokens

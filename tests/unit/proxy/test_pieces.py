@@ -23,7 +23,7 @@ from vllm_commext.proxy.engines.discovery import (
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
 from vllm_commext.proxy.http import sse
 from vllm_commext.proxy.http.body import encode, members_of
-from vllm_commext.proxy.http.endpoints import CHAT, lack_of, price
+from vllm_commext.proxy.http.endpoints import CHAT, lack_of, num_samples, prompt_tokens
 from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.resume import Room
@@ -103,8 +103,8 @@ def test_bodies_are_taken_apart_and_judged_in_short_pieces(name: str, member: st
         except ProxyError:
             return
         two_step.local_prefill_reason(CHAT, checked)
-        price(checked)
-        prefix_of(checked, CHAT, None)
+        num_samples(checked)
+        prefix_of(checked, CHAT, None, prompt_tokens(checked))
 
     assert piece_seconds(judge) < PIECE_SECONDS
     assert (

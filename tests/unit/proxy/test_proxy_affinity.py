@@ -20,7 +20,7 @@ from vllm_commext.proxy.engines.affinity import (
 )
 from vllm_commext.proxy.engines.pool import EnginePool
 from vllm_commext.proxy.http.body import num_tokens
-from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
+from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
 
 quick = settings(max_examples=50, deadline=None)
 TURN = {"role": "user", "content": "w" * 3000}
@@ -32,7 +32,9 @@ def prompt_of(body: dict[str, Any]) -> Any:
 
 
 def prefix(body: dict[str, Any], session: str | None = None) -> Prefix:
-    return prefix_of(arrived(body), CHAT if "messages" in body else COMPLETIONS, session)
+    read = arrived(body)
+    endpoint = CHAT if "messages" in body else COMPLETIONS
+    return prefix_of(read, endpoint, session, prompt_tokens(read))
 
 
 def num_tokens_of(body: dict[str, Any]) -> int:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
+from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART
 from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume, Room, refusal
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.two_step import local_prefill_reason
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -385,7 +387,8 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], Resume | None]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_is_not_resumed(case: str) -> None:
     path, changes, expected = REFUSALS[case]
-    assert refusal(path, {**STREAM, **changes}) == expected
+    body, endpoint = {**STREAM, **changes}, ENDPOINTS[path]
+    assert refusal(endpoint, body, local_prefill_reason(endpoint, body)) == expected
 
 
 WORDS = [[(1, "a")], [(2, "b")], [(3, "c")]]

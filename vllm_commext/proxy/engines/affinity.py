@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from vllm_commext.proxy.http.body import RawJson, dumps
-from vllm_commext.proxy.http.endpoints import Endpoint, prompt_text, prompt_tokens
+from vllm_commext.proxy.http.endpoints import Endpoint, prompt_text
 
 SESSION_HEADER = "X-Session-ID"
 MAX_KEPT = 1 << 16
@@ -43,7 +43,10 @@ class Prefix:
 NO_PREFIX = Prefix()
 
 
-def prefix_of(body: Mapping[str, Any], endpoint: Endpoint, session: str | None) -> Prefix:
+def prefix_of(
+    body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
+) -> Prefix:
+    """Digests of a prompt of about *tokens*."""
     salt = _digest(*(_name(body.get(member)) for member in ("model", "cache_salt")))
     text, num_bytes = prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
     digest, blocks = salt, []
@@ -51,7 +54,6 @@ def prefix_of(body: Mapping[str, Any], endpoint: Endpoint, session: str | None) 
         digest = _digest(digest, text[start : start + BLOCK_BYTES])
         blocks.append(digest)
     name = _digest(salt, session.encode("utf-8", "surrogatepass")) if session else b""
-    tokens = prompt_tokens(body)
     return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
 
 

@@ -121,23 +121,19 @@ class _Members:
 
     def add(self, name: str, text: memoryview, nest: "_Nest | None" = None) -> None:
         """Add a member; *nest* has followed it to its end, if anything has."""
-        kind = bytes(text[:1])
+        kind, sums = bytes(text[:1]), self._sums
+        sums[0] += 1
+        if sums[0] > MAX_MEMBERS:
+            raise ValueError(f"expected at most {MAX_MEMBERS} members")
         if kind in _KEPT and (name in _PROMPTS or len(text) > MAX_DECODED_BYTES):
-            self._count(0)
             self.found[name] = _kept(text, kind, nest)
             return
-        self._count(len(text))
+        sums[1] += len(text)
+        if sums[1] > MAX_DECODED_SUM_BYTES:
+            raise ValueError(f"expected at most {MAX_DECODED_SUM_BYTES} bytes beside the prompt")
         if nest is None and kind in _NESTING:
             _check_depth(bytes(text))
         self.found[name] = decode(text)
-
-    def _count(self, num_bytes: int) -> None:
-        self._sums[0] += 1
-        self._sums[1] += num_bytes
-        if self._sums[0] > MAX_MEMBERS:
-            raise ValueError(f"expected at most {MAX_MEMBERS} members")
-        if self._sums[1] > MAX_DECODED_SUM_BYTES:
-            raise ValueError(f"expected at most {MAX_DECODED_SUM_BYTES} bytes beside the prompt")
 
 
 def _kept(text: memoryview, kind: bytes, nest: "_Nest | None") -> RawJson:
@@ -321,7 +317,7 @@ class _Splitter:
 
 
 def encode(body: Mapping[str, Any]) -> list[bytes | memoryview]:
-    raw = {name: value for name, value in body.items() if _has_raw(value)}
+    raw = {name: one for name, one in body.items() if type(one) in _NESTED and _has_raw(one)}
     if not raw:
         return [dumps(body)]
     pieces: list[bytes | memoryview] = []
@@ -371,6 +367,9 @@ def _compact(window: bytes, kept: bytearray, in_string: bool) -> bool:
         kept += part if in_string else part.translate(None, _SPACE)
         start += len(piece) + 1
     return in_string
+
+
+_NESTED = (RawJson, dict)
 
 
 def _has_raw(value: Any) -> bool:

@@ -2,7 +2,7 @@
 with a request to it. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ _NO_PROMPT = frozenset(
     (
         *("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids", "metadata", "stop"),
         *("output_config", "response_format", "stop_token_ids", "structured_outputs", "text"),
+        _IDS,
     )
 )
 
@@ -78,25 +79,19 @@ def _own_ids(body: Mapping[str, Any]) -> Any:
 def prompt_tokens(body: Mapping[str, Any]) -> int:
     """Estimate the tokens of one prompt, or of all in a batch: at least 1. A long member counts by
     its bytes, like text, whether it is known here or not."""
-    nested = (body.get(name) for name in OBJECTS)
-    holders = [body, *(one for one in nested if isinstance(one, dict))]
-    counted = (
-        num_tokens(value)
-        for holder in holders
-        for name, value in holder.items()
-        if name not in _NO_PROMPT and name != _IDS
-    )
-    return max(sum(counted), num_tokens(_own_ids(body)), 1)
+    holders = (body, *(body[name] for name in OBJECTS if isinstance(body.get(name), dict)))
+    return max(sum(map(_counted, holders)), num_tokens(_own_ids(body)), 1)
 
 
-def price(body: Mapping[str, Any]) -> int:
-    """Tokens that a request counts as: its prompts', once a sample."""
-    return prompt_tokens(body) * _num_samples(body)
+def _counted(holder: Mapping[str, Any]) -> int:
+    texts = [(name, one) for name, one in holder.items() if isinstance(one, RawJson)]
+    return sum([num_tokens(one) for name, one in texts if name not in _NO_PROMPT])
 
 
-def _num_samples(body: Mapping[str, Any]) -> int:
-    given = (_count(holder.get(name)) for holder in _holders(body) for name in _SAMPLES)
-    return min(max(1, *given), MAX_SAMPLES)
+def num_samples(body: Mapping[str, Any]) -> int:
+    """Times that a request's prompts count."""
+    given = [_count(one[name]) for one in _holders(body) for name in _SAMPLES if name in one]
+    return min(max(1, *given), MAX_SAMPLES) if given else 1
 
 
 def _count(value: Any) -> int:
@@ -105,11 +100,9 @@ def _count(value: Any) -> int:
     return int(value) if is_text or isinstance(value, int | float) else 1
 
 
-def _holders(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield body
+def _holders(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     sampling = body.get("sampling_params")
-    if isinstance(sampling, dict):
-        yield sampling
+    return [body, sampling] if isinstance(sampling, dict) else [body]
 
 
 def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:

@@ -288,10 +288,11 @@ async def _opening(
     while not has_ended and (not events or says_nothing(events)):
         if len(events) > MAX_OPENING_BYTES:
             break
+        if events:  # others go on in between
+            await asyncio.sleep(0)
         piece = await response.content.readany()
         events += feed(piece)
         has_ended = not piece
-        await asyncio.sleep(0)
     if opens_aborted(events):
         raise aborted(engine)
     if (failed := opening_error(events)) is not None and failed[0] >= 500:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm_commext.errors import Reason
-from vllm_commext.proxy.http.endpoints import ENDPOINTS
-from vllm_commext.proxy.session.two_step import LocalPrefill, local_prefill_reason
+from vllm_commext.proxy.http.endpoints import Endpoint
+from vllm_commext.proxy.session.two_step import LocalPrefill
 
 MAX_RESUMES = 4
 MAX_MOVES = 3
@@ -64,13 +64,16 @@ class Room:
         self._left += self._taken.pop(holder, 0)
 
 
-def refusal(path: str, body: Mapping[str, Any]) -> Resume | None:
-    """Reason why a stream is never resumed, or None."""
-    if not ENDPOINTS[path].is_split or body.get("stream") is not True:
+_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
+
+
+def refusal(
+    endpoint: Endpoint, body: Mapping[str, Any], local_reason: LocalPrefill | None
+) -> Resume | None:
+    """Reason why a stream is never resumed, or None. *local_reason*: against two steps."""
+    if not endpoint.is_split or body.get("stream") is not True:
         return Resume.ENDPOINT
-    reason = local_prefill_reason(ENDPOINTS[path], body)
-    several = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
-    if reason in several:
+    if local_reason in _SEVERAL:
         return Resume.SAMPLES
     if body.get("echo"):
         return Resume.ECHO

@@ -13,7 +13,14 @@ from vllm_commext.proxy.engines.affinity import NO_PREFIX, SESSION_HEADER, Keepe
 from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.body import compacted, encode
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, answer_id, most_tokens, price, session_of
+from vllm_commext.proxy.http.endpoints import (
+    ENDPOINTS,
+    answer_id,
+    most_tokens,
+    num_samples,
+    prompt_tokens,
+    session_of,
+)
 from vllm_commext.proxy.http.intake import in_steps
 from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
@@ -81,18 +88,19 @@ class Asked:
         self._body = body = two_step.checked_body(body)
         self._transcript: Transcript | None = None
         self.endpoint = endpoint = ENDPOINTS[request.path]
-        self.tokens, self.most = price(body), most_tokens(endpoint, body)
+        tokens = prompt_tokens(body)
+        self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
         self.prefix, self.only = NO_PREFIX, None if endpoint.is_split else service.keeper(body)
         self.local_reason = two_step.local_prefill_reason(endpoint, body, config.min_prompt_tokens)
         if config.affinity and endpoint.computes:
             session = session_of(body, request.headers.get(SESSION_HEADER))
-            self.prefix = prefix_of(body, endpoint, session)
+            self.prefix = prefix_of(body, endpoint, session, tokens)
 
     def kept(self, service: Service) -> Transcript | Resume:
         """A transcript for a stream that can go on elsewhere, or why it cannot."""
         if not service.config.resume:
             return Resume.OFF
-        if (reason := refusal(self.path, self._body)) is not None:
+        if (reason := refusal(self.endpoint, self._body, self.local_reason)) is not None:
             return reason
         transcript = Transcript(service.room, self._body, 0)
         return transcript.refusal or transcript

@@ -43,7 +43,7 @@ def refusal(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtO
     """Reason why a request does not go to both engines at once, or None."""
     if mode == NEVER:
         return AtOnce.OFF
-    if any(body.get(name) == 1 for name in LENGTHS):
+    if 1 in map(body.get, LENGTHS):
         return AtOnce.ONE_TOKEN
     return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 

@@ -92,7 +92,7 @@ def checked_body(body: Any) -> dict[str, Any]:
 
 def _check_small(name: str, value: Any) -> None:
     inner = value.values() if isinstance(value, dict) else (value,)
-    if sum(len(one.text) for one in inner if isinstance(one, RawJson)) > MAX_SMALL_BYTES:
+    if sum([len(one.text) for one in inner if isinstance(one, RawJson)]) > MAX_SMALL_BYTES:
         raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
 
 
@@ -101,7 +101,7 @@ def local_prefill_reason(
 ) -> LocalPrefill | None:
     """Reason why *body* cannot take two steps, or None. Values of an unexpected type count as one:
     the decode engine judges them."""
-    if not all(body.get(name) in (None, 1) for name in ("n", "best_of")):
+    if body.get("n") not in (None, 1) or body.get("best_of") not in (None, 1):
         return LocalPrefill.SEVERAL_SAMPLES
     if body.get("use_beam_search"):
         return LocalPrefill.BEAM_SEARCH
@@ -111,7 +111,7 @@ def local_prefill_reason(
         return LocalPrefill.PROMPT_LOGPROBS
     if not _is_count(body.get("truncate_prompt_tokens")):
         return LocalPrefill.TRUNCATION
-    if any(body.get(name) == 0 for name in LENGTHS):
+    if 0 in map(body.get, LENGTHS):
         return LocalPrefill.NO_GENERATION
     if min_prompt_tokens and prompt_tokens(body) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT

@@ -118,7 +118,7 @@ class Payload:
             return b"".join(self.pieces)
         return self._windows()
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return sum(map(len, self.pieces))
 
@@ -162,6 +162,8 @@ class Upstream:
             self.metrics.releases.labels(outcome).inc(num_keys)
 
         self.releases = Releases(self._post_release, note)
+        bound = self.config.health_timeout_seconds
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
 
     async def prefill(
@@ -413,12 +415,11 @@ class Upstream:
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
-        bound = self.config.health_timeout_seconds
         response = await self._session.post(
             engine.url + payload.path,
             data=payload.content(),
             headers={**payload.headers, "Content-Length": str(payload.num_bytes)},
-            timeout=aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound),
+            timeout=self._timeout,
             allow_redirects=False,
         )
         check_not_draining(engine, response)
