@@ -80,6 +80,11 @@ def with_cached_tokens(events: bytes, cached: Cached) -> bytes:
     return _CACHED.sub(mended, events)
 
 
+def num_tokens(piece: bytes) -> int:
+    """Events of a piece of a stream but for those that end it: about its tokens."""
+    return piece.count(b"\n\n") - piece.count(DONE) - piece.count(b'"choices":[]')
+
+
 def opening_error(events: bytes) -> tuple[int, bytes] | None:
     """Code and body of the error that *events* begin with, or None: what comes behind a token is
     the stream's."""

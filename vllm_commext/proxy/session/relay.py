@@ -20,7 +20,7 @@ from vllm_commext.proxy.deadline import (
     StreamWatch,
 )
 from vllm_commext.proxy.http.connections import cut
-from vllm_commext.proxy.http.sse import DONE, error_event, with_cached_tokens
+from vllm_commext.proxy.http.sse import DONE, error_event, num_tokens, with_cached_tokens
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
 from vllm_commext.proxy.session.response import (
     Opened,
@@ -157,8 +157,8 @@ class Relay:
                 ready = piece
             elif piece:
                 ready = cutter.feed(piece)
-                if answer is not None:
-                    answer.go_on(piece.count(b"\n\n"), watch.since)
+                if answer is not None and (tokens := num_tokens(piece)):
+                    answer.go_on(tokens, watch.since)
                 on_gap(watch.since - arrived)
                 arrived = watch.since
             else:
@@ -184,8 +184,8 @@ class Relay:
                 return Resume.ANEW
             if not (piece := await self._read(opened)):
                 break
-            if opened.answer is not None:
-                opened.answer.go_on(piece.count(b"\n\n"), time.monotonic())
+            if opened.answer is not None and (tokens := num_tokens(piece)):
+                opened.answer.go_on(tokens, time.monotonic())
             unread = opened.cutter.feed(piece)
             opened.first += unread
         return Resume.FAILED
