@@ -22,19 +22,21 @@ class Admin:
     """The admin port of a proxy that is started with ``args``."""
 
     def __init__(self, folder: Path) -> None:
-        self._port, token = free_port(), secrets.token_hex(16)
+        port, token = free_port(), secrets.token_hex(16)
         file = folder / "admin.token"
         file.write_text(token)
-        self.args = ("--admin-port", str(self._port), "--admin-token-file", str(file))
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self.args = ("--admin-port", str(port), "--admin-token-file", str(file))
+        self.url = f"http://{LOOPBACK}:{port}"
+        self.headers = {"Authorization": f"Bearer {token}"}
 
     async def ask(
         self, session: aiohttp.ClientSession, method: str, path: str, **fields: str
     ) -> list[dict[str, Any]]:
         """All engines, after what was asked for."""
-        url = f"http://{LOOPBACK}:{self._port}/{path}"
         data = json.dumps(fields) if fields else None
-        async with session.request(method, url, data=data, headers=self._headers) as response:
+        async with session.request(
+            method, f"{self.url}/{path}", data=data, headers=self.headers
+        ) as response:
             response.raise_for_status()
             return (await response.json())["engines"]
 
