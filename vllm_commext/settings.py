@@ -51,9 +51,8 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *(UNTESTED, "untested", ("self", "same", "off"), "self"),
-        "What runs on a vLLM that no test was run on. `same`: parts whose functions of vLLM's "
-        "read as in a tested one. `self`: those, too, that differ and pass a test of their own "
-        "at the start. `off`: none.",
+        "What runs on an untested vLLM. `same`: parts whose vLLM functions read as in a tested "
+        "one. `self`: also those that pass their own test at the start. `off`: none.",
     ),
     Toggle(
         *("VLLM_COMMEXT_NIXL", "nixl", AUTO, "auto"),
@@ -62,8 +61,8 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *(ALIAS, "nixl_alias", SWITCH, "0"),
-        "`1` lets the KV connector answer to the name `NixlConnector`, too, for launchers that "
-        "allow no other; vLLM's own cannot be had under that name then.",
+        "`1` gives the KV connector the name `NixlConnector`, too, for launchers that allow no "
+        "other; vLLM's own is then not available under that name.",
     ),
     Toggle(
         *("VLLM_COMMEXT_SHM_QUEUE", "shm_queue", AUTO, "auto"),
@@ -80,10 +79,10 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS", "reduce_rms", AUTO, "0"),
-        "The op for RMSNorm of rows that tensor parallelism has spread (MiniMax-M2, OLMoE, "
-        "Olmo2, Olmo3 and others). `auto` takes part with CUDA graphs on one host of NVIDIA "
-        "GPUs on which it was measured faster than vLLM's own; `1` wherever the kernel "
-        "compiles, and logs an error where it does not; `0` keeps vLLM's.",
+        "The op for RMSNorm of rows that tensor parallelism has sharded (MiniMax-M2, OLMoE, "
+        "Olmo2, Olmo3 and others). `auto` serves with CUDA graphs on GPUs on which it was "
+        "measured faster than vLLM's. `1` serves wherever the kernel compiles, else logs an "
+        "error. `0` keeps vLLM's.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS_TIMEOUT", "reduce_rms_timeout"),
@@ -92,22 +91,21 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE", "allreduce", AUTO, "auto"),
-        "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` lets "
-        "kernels of this package take part with CUDA graphs on one host of NVIDIA GPUs, for "
-        "messages for which a table has them first; `1` sends each message to whichever "
-        "backend was measured fastest, and logs an error where that cannot be; `0` keeps "
-        "vLLM's.",
+        "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` uses "
+        "this package's kernels, with CUDA graphs on one host, for messages for which a table "
+        "ranks them first. `1` sends each message to the backend that was measured fastest, or "
+        "logs an error. `0` keeps vLLM's.",
     ),
     Toggle(
         *(_BACKEND, "allreduce_backend"),
         *(("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"), "auto"),
-        "`auto` chooses by measurement; a name forces that backend for every message that it "
-        "can take, and `vllm` forces none.",
+        "`auto` chooses by measurement; a name forces that backend wherever it can serve; "
+        "`vllm` forces none.",
     ),
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE_TUNE", "allreduce_tune", ("cached", "0"), "cached"),
-        "`cached` takes what `vllm-commext tune allreduce` measured here, else the built-in "
-        "table; `0` takes the built-in table alone.",
+        "`cached` uses the results of `vllm-commext tune allreduce`, else the built-in table; "
+        "`0` only the built-in table.",
     ),
     Toggle(
         *("VLLM_COMMEXT_BUILD_NATIVE", "build_native", AUTO, "auto"),

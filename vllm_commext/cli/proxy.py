@@ -83,27 +83,25 @@ GONE = {
 
 
 _LEFT_OFF = {
-    "affinity": "balance by load alone, whichever engine may hold the beginning of a prompt",
-    "resume": "end streams with an error where their decode engine is lost",
-    "move": "let streams end at a decode engine that drains",
+    "affinity": "balance by load alone, without regard to prefix caches",
+    "resume": "end a stream with an error if its decode engine is lost",
+    "move": "let streams finish at a decode engine that drains",
 }
 _CHOSEN = {
     "stream_chunks": (
         MODES,
-        "concurrent prefill and decode, so that D reads while P computes: auto (wherever the "
-        "engines can) or never",
+        "decode engines read a prompt while it is computed: auto (if the engines can) or never",
     ),
     "placement": (
         PLACEMENTS,
-        "adaptive: both steps at one engine, or one at each of two, by measured speed and the "
-        "limits given; local: both at the engine with the least work; fixed: by engines' roles; "
-        "auto: adaptive where an engine takes both steps, else fixed",
+        "adaptive: both steps at one engine or split over two, by measured speed and the limits; "
+        "local: both at the engine with the least work; fixed: by engines' roles; auto: adaptive "
+        "with --engine, else fixed",
     ),
     "prompt_order": (
         ORDERS,
-        "in which order prompts go to an engine that computes others: short ones before long "
-        "ones, or as they come, at once; auto: shortest where requests are placed adaptively by "
-        "--ttft-ms",
+        "order in which prompts go to a busy engine: short ones first, or as they arrive; auto: "
+        "shortest with adaptive placement and --ttft-ms",
     ),
 }
 
@@ -152,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="both",
         default=[],
         metavar="URL",
-        help="an engine that takes either step (kv_role kv_both), or both of one request",
+        help="an engine that can prefill and decode (kv_role kv_both)",
     )
     for name, meaning in (("host", "to listen on"), ("admin_host", "of the admin port")):
         default, told = getattr(ProxyConfig, name), f"{meaning}; default: %(default)s"
@@ -162,18 +160,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-port",
         type=int,
         default=None,
-        help="port on which engines are added, removed and drained; 0: any free one; default: none",
+        help="port to add, remove and drain engines; 0: any free one; default: none",
     )
     add(
         "--reuse-port",
         action="store_true",
-        help="share the port with other proxies that set it, too (SO_REUSEPORT)",
+        help="share the port with other proxies that set this (SO_REUSEPORT)",
     )
     add("--access-log", action="store_true", help="log a line for every request that ends")
     add(
         "--client-priority",
         action="store_true",
-        help="let clients set vLLM's priority; else it is left out of their requests",
+        help="let clients set vLLM's priority; else it is removed from requests",
     )
     add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
     for name, meaning in _LEFT_OFF.items():

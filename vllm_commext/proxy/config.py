@@ -40,34 +40,34 @@ class ProxyConfig:
     port: int = 8000
     prefill_timeout_seconds: float = _option(300.0, "timeout for one whole prefill step")
     decode_timeout_seconds: float = _option(
-        600.0, "timeout for the first event of a streamed answer; others have none"
+        600.0, "timeout for the first event of a stream; other answers have none"
     )
     decode_idle_timeout_seconds: float = 120.0  # between two pieces of a stream
     client_timeout_seconds: float = _option(
-        60.0, "timeout for a client to send its request, or to take a piece of the answer"
+        60.0, "timeout for a client to send its request, or to read a piece of the answer"
     )
     upload_bytes_per_second: int = 256 << 10  # of a body, after the client's timeout
     health_interval_seconds: float = _option(
-        2.0, "time between two checks of an engine, of --engines-file and of dns+http names"
+        2.0, "interval of checks of engines, of --engines-file and of dns+http names"
     )
     health_timeout_seconds: float = _option(
         5.0, "timeout for a health check, and for connecting to an engine"
     )
     health_fall: int = 2  # failed checks in a row that make an engine unhealthy
     engine_lost_seconds: float = _option(
-        30.0, "give up on requests to an engine that has answered no check for so long"
+        30.0, "give up requests to an engine that has answered no check for this long"
     )
     engine_wait_seconds: float = 3.0  # of a request while no decode engine is healthy
     keep_alive_seconds: float = 4.0  # of idle connections; an engine closes them after 5 s
     request_attempts: int = 2  # at a request that fails before its first token
     min_prompt_tokens: int = _option(
-        0, "prompts of fewer tokens, about, are computed by a decode engine alone"
+        0, "a decode engine alone computes prompts with fewer tokens (estimated)"
     )
     ttft_ms: int = _option(
-        0, "limit to the first token, milliseconds, that placement keeps; 0: none"
+        0, "limit to the first token that placement keeps, milliseconds; 0: none"
     )
     tpot_ms: int = _option(
-        0, "limit for each later token, milliseconds, as a mean over the answer; 0: none"
+        0, "limit on an answer's mean time per later token, milliseconds; 0: none"
     )
     prefill_attempts: int = 2
     decode_attempts: int = 2  # while none can be connected to
@@ -84,9 +84,9 @@ class ProxyConfig:
     engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")
     api_key_file: str = _file("API keys that clients need, one a line; default: none is needed")
     engine_api_key_file: str = _file("API key that engines get; default: the client's own")
-    tls_cert_file: str = _file("certificate chain in PEM: clients then need https")
-    tls_key_file: str = _file("its private key, if that is not in the same file")
-    engine_ca_file: str = _file("authorities in PEM that https engines are verified by")
+    tls_cert_file: str = _file("certificate chain in PEM; clients then need https")
+    tls_key_file: str = _file("its private key, if not in the same file")
+    engine_ca_file: str = _file("certificate authorities for https engines, PEM")
     reuse_port: bool = False
     access_log: bool = False
     client_priority: bool = False
