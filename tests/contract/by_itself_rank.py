@@ -198,7 +198,6 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
         fused_pass,
         group_facts,
         reduce_rms,
-        reduce_rms_models,
     )
     from vllm_commext.compat.monkey_patch import is_patched, restore, wrap
 
@@ -224,7 +223,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
             made.unique_name = "tp:0"
             allreduce.attach(made, store)
         found: dict[str, Any] = {"exchanges": stage.exchanges}
-        kind = reduce_rms_models.GATHERED if name == "no norm measured" else reduce_rms_models.FUSED
+        kind = reduce_rms.GATHERED if name == "no norm measured" else reduce_rms.FUSED
         norm = reduce_rms.take_part("a model", kind, distributed.get_rank(), 2, group)
     dispatcher = allreduce.dispatcher_of(made)
     rows = [torch.ones(count, HIDDEN, dtype=torch.bfloat16) for count in (1, 2048)]

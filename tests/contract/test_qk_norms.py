@@ -80,6 +80,6 @@ def test_a_model_that_vllm_has_changed_is_left_to_vllm_and_the_others_are_not() 
     assert done.returncode == 0, done.stderr
     olmoe, backend = done.stdout.splitlines()[-2:]
     assert olmoe.endswith("olmoe.py")
-    assert backend.endswith("reduce_rms_models.py")
+    assert backend.endswith("reduce_rms.py")
     said = "vLLM 0.99.0 has no OlmoeAttention.__init__"
     assert f"commext: reduce_rms leaves OLMoE to vLLM: {said}" in done.stdout + done.stderr

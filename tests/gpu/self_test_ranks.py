@@ -20,7 +20,7 @@ from tests.kit.untested import ENVIRON, withhold_evidence
 from vllm_commext import plugin, status
 from vllm_commext.allreduce import limits, machine
 from vllm_commext.collective import Collective
-from vllm_commext.compat import allreduce, fused_pass, reduce_rms, reduce_rms_models
+from vllm_commext.compat import allreduce, fused_pass, reduce_rms
 from vllm_commext.compat.monkey_patch import is_patched
 from vllm_commext.compat.tp_group import tensor_parallel
 
@@ -66,13 +66,13 @@ def _serve(rank: Rank) -> list[str]:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device("cpu")
-    return [name for name in MODELS if not reduce_rms_models._failures[name]]
+    return [name for name in MODELS if not reduce_rms._failures[name]]
 
 
 def check_norms(rank: Rank) -> Figures:
     """Every model's norm passes its test, and so has the op."""
     served = _serve(rank)
-    assert served == MODELS, reduce_rms_models._failures
+    assert served == MODELS, reduce_rms._failures
     assert set(MODELS) <= reduce_rms._told
     return {"models": len(served)}
 

@@ -88,13 +88,13 @@ def test_what_ranks_tell_is_shown_and_kept(
 import sys
 sys.path[:0] = {sys.path!r}
 from vllm_commext.allreduce import table as tables
-from vllm_commext.cli.tune import say
+from vllm_commext.cli.tune import msgspec, say
 times = {TIMES!r}
 say("backends", names=["custom", "nccl"])
 for size in times:
     say("size", dtype="bfloat16", size=size, times=times[size])
 made = tables.build_table({{"bfloat16": times}}, 2, "test")
-say("table", table=tables.encode(made).decode(), path="", machine={{}})
+say("table", table=msgspec.json.encode(made).decode(), path="", machine={{}})
 """
     monkeypatch.setattr(tune, "sys", SimpleNamespace(executable=_python(tmp_path, code)))
     assert main.main(["tune", "allreduce", "--tp", "2", "--out", str(tmp_path)]) == 0

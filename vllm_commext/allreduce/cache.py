@@ -14,7 +14,7 @@ import msgspec
 from vllm_commext import private_files
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.machine import NO_ACCESS, Machine, carried_over, digest
-from vllm_commext.allreduce.table import Row, Table, decode, encode
+from vllm_commext.allreduce.table import Row, Table, decode
 from vllm_commext.errors import ConfigError
 
 HIDDEN = 8192  # elements of a row, where not given
@@ -94,7 +94,7 @@ def save(machine: Machine, table: Table, hidden: int = HIDDEN) -> Path:
         before = found[1]
         rows, fused = {**before.rows, **table.rows}, {**before.fused, **table.fused}
         table = Table(table.world_size, rows, table.origin, fused)
-    content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(encode(table))))
+    content = msgspec.json.encode(Entry(machine, hidden, msgspec.Raw(msgspec.json.encode(table))))
     private_files.write(path, content)
     return path
 

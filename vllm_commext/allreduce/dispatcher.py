@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_commext.allreduce import limits
-from vllm_commext.allreduce.backend import Backend, Ready
+from vllm_commext.allreduce.backend import Backend
 from vllm_commext.allreduce.limits import ITEM_BYTES, PACK_BYTES, Message, message_of
 from vllm_commext.allreduce.table import Table
 
@@ -33,16 +33,12 @@ class FusedPolicy:
     def __init__(
         self, table: Table | None, forced: str | None = None, *, throughout: bool = False
     ) -> None:
-        self._table, self._forced, self._throughout = table, forced, throughout
-
-    @property
-    def is_forced(self) -> bool:
-        return self._forced is not None
+        self._table, self.forced, self._throughout = table, forced, throughout
 
     def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
         """Members of `limits.FUSED`, the fastest first; none where nothing is known."""
-        if self._forced is not None:
-            return (limits.FUSED_PUSH,) if self._forced == limits.PUSH else ()
+        if self.forced is not None:
+            return (limits.FUSED_PUSH,) if self.forced == limits.PUSH else ()
         return self._table.fused_ranking(num_bytes, dtype) if self._table else ()
 
     def is_led(self, dtype: str, low_bytes: int, high_bytes: int) -> bool:
@@ -68,7 +64,7 @@ class FusedPolicy:
     def identity(self) -> str:
         """Text that is equal where all choices are."""
         fused = self._table.fused if self._table else {}
-        return msgspec.json.encode([self._forced, self._throughout, fused], order="sorted").decode()
+        return msgspec.json.encode([self.forced, self._throughout, fused], order="sorted").decode()
 
 
 @dataclass
@@ -106,6 +102,8 @@ class Dispatcher:
 
         None means that no backend of ours serves it, and vLLM's default dispatch should.
         """
+        if not tensor.numel():
+            return tensor.new_empty(tensor.shape)  # nothing to sum, and nothing to launch
         plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
         plan.calls += 1
         if plan.backend is None:
@@ -121,8 +119,6 @@ class Dispatcher:
 
     def _make_plan(self, tensor: "torch.Tensor") -> _Plan:
         message = message_of(tensor)
-        if message.num_elements == 0 and message.dtype in ITEM_BYTES:
-            return _Plan(_Empty(), ())
         capturing = _is_capturing(tensor)
         if not capturing:
             self._anticipate(message)
@@ -184,20 +180,6 @@ class Dispatcher:
             backend.destroy()
         self.backends.clear()
         self.table = self._forced = None
-
-
-class _Empty(Ready):
-    """Serves tensors without elements: nothing to sum, and nothing to launch."""
-
-    name = "empty"
-
-    def takes(self, message: Message) -> bool:
-        return message.num_elements == 0
-
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        import torch
-
-        return torch.empty_like(tensor)
 
 
 def _is_capturing(tensor: "torch.Tensor") -> bool:

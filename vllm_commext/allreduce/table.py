@@ -86,10 +86,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((row.max_bytes for row in rows if row.ranking[0] == name), default=0)
 
 
-def encode(table: Table) -> bytes:
-    return msgspec.json.encode(table)
-
-
 def decode(text: bytes | str) -> Table:
     """Decode a table from JSON; ConfigError where it is none, or one of another schema."""
     try:

@@ -101,10 +101,6 @@ class Endpoint:
     max_tokens: int = 0
     api_key: str = ""
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return _headers(self.api_key)
-
 
 @dataclass(frozen=True)
 class Played:
@@ -163,7 +159,7 @@ async def play(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
     async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, headers=endpoint.headers
+        timeout=timeout, connector=connector, headers=_headers(endpoint.api_key)
     ) as session:
         watch = asyncio.create_task(load.watch(progress)) if progress else None
         try:

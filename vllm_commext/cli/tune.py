@@ -239,7 +239,7 @@ def measure_rank(options: RankOptions) -> None:
         table = tables.build_table(times, options.world_size, origin)
         if first:
             path = str(cache.save(machine, table, options.measured.hidden)) if options.save else ""
-            text = tables.encode(table).decode()
+            text = msgspec.json.encode(table).decode()
             say("table", table=text, path=path, machine=msgspec.to_builtins(machine))
         collective.run(lambda: None)
 

@@ -49,14 +49,8 @@ class RingModule:
     ) -> None:
         self.rings.all_gather(output, tensor)
 
-    def gather(
-        self,
-        tensor: "torch.Tensor",
-        gather_list: "list[torch.Tensor] | None" = None,
-        dst: int = 0,
-        group: Any = None,
-    ) -> None:
-        self.stock.gather(tensor, gather_list, dst=dst, group=group)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
 
 
 def is_meant(communicator: Any) -> bool:

@@ -111,7 +111,7 @@ def test_a_backend_with_a_bound_serves_up_to_it() -> None:
 @given(TIMES)
 def test_a_table_survives_its_file(times: Mapping[int, Mapping[str, float]]) -> None:
     table = tables.build_table({"bfloat16": times, "float32": times}, 4, "test")
-    assert tables.decode(tables.encode(table)) == table
+    assert tables.decode(msgspec.json.encode(table)) == table
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_beyond_the_last_range_of_a_fused_norm_its_ranking_goes_on() -> None:
     found = [table.fused_ranking(size, "float16")[0] for size in (8, 9, 16, 1 << 40)]
     assert found == [limits.UNFUSED, *[limits.FUSED_PUSH] * 3]
     assert table.fused_ranking(8, "bfloat16") == ()
-    assert tables.decode(tables.encode(table)) == table
+    assert tables.decode(msgspec.json.encode(table)) == table
 
 
 def test_a_table_says_how_far_a_backend_leads() -> None:
@@ -226,8 +226,6 @@ class TestFusedPolicy:
             forced = FusedPolicy(self.TABLE, limits.PUSH)
             assert forced.ranking(size, "float16") == (limits.FUSED_PUSH,)
             assert FusedPolicy(self.TABLE, limits.NCCL).ranking(size, "float16") == ()
-        assert FusedPolicy(self.TABLE, limits.NCCL).is_forced
-        assert not FusedPolicy(self.TABLE).is_forced
 
     def test_graphs_are_cut_where_one_launch_begins_or_ends_to_come_first(self) -> None:
         assert FusedPolicy(self.TABLE, throughout=True).changes("float16") == [100, 200]

@@ -116,7 +116,7 @@ class FusedNorm:
             return None
         if shape not in self._is_ready:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                if self.policy.is_forced:  # as for batch invariance: what began apart stays apart
+                if self.policy.forced:  # as for batch invariance: what began apart stays apart
                     self._is_ready[shape] = False
                 return None
             self._is_ready[shape] = is_prepared(ours, shape)
