@@ -19,6 +19,7 @@ from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
 from vllm_commext.proxy.http.access import (
     ApiKeys,
+    Preflights,
     answer_errors,
     hide_software,
     log_access,
@@ -29,9 +30,8 @@ from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.preflights import Preflights
+from vllm_commext.proxy.session.service import Service
 from vllm_commext.proxy.session.session import Session
-from vllm_commext.proxy.session.steps import Service
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 from vllm_commext.proxy.window.window import Window
 
@@ -98,7 +98,7 @@ class ProxyApp:
         async with open_session(self.config) as session:
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self._upstream, self.planner)
-            self._preflights = Preflights(self._upstream)
+            self._preflights = Preflights(self._upstream.ask_any)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
             is_shown = self.config.admin_port is not None

@@ -1,9 +1,11 @@
-"""Middlewares around every handler: errors as answers, API keys; TLS and the access log."""
+"""Middlewares around every handler: errors as answers, API keys; TLS, preflights and the access
+log."""
 
 import hmac
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import web
@@ -11,7 +13,7 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.http.connections import begin, complaints, cut
-from vllm_commext.proxy.outcome import SIDE, ClientGoneError, Outcome, ProxyError
+from vllm_commext.proxy.outcome import SIDE, ClientGoneError, Outcome, ProxyError, bad_request
 
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
@@ -148,3 +150,47 @@ def log_access(request: web.Request, outcome: Outcome) -> None:
         *(route.path or "-", route.prefill or "-", route.decode or "-"),
         *("-" if first is None else f"{first:.3f}", outcome.seconds),
     )
+
+
+_ASKED = ("Origin", "Access-Control-Request-Method", "Access-Control-Request-Headers")
+KEPT_SECONDS = 60.0
+_MAX_KEPT = 256
+_MAX_ASKED = 4
+_MAX_BYTES = 256
+"""Of each thing asked; browsers ask for less."""
+
+Told = tuple[int, Mapping[str, str], bytes]
+Ask = Callable[[str, str, Mapping[str, str]], Awaitable[Told]]
+
+
+class Preflights:
+    """Which sites may ask is said by the engines. Preflights bear no key, so they take no place of
+    requests, engines get no key with them, few are asked at a time, and answers are kept."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask_any, self._num_asked = ask, 0
+        self._kept: dict[tuple[str, ...], tuple[float, Told]] = {}
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Raises `ProxyError`."""
+        asked = {name: request.headers[name] for name in _ASKED if name in request.headers}
+        if any(len(value) > _MAX_BYTES for value in asked.values()):
+            raise bad_request(f"expected at most {_MAX_BYTES} bytes in each of {', '.join(_ASKED)}")
+        key = (request.path, *(asked.get(name, "") for name in _ASKED))
+        if key not in self._kept or time.monotonic() > self._kept[key][0]:
+            told = await self._ask(request.path, asked)
+            while len(self._kept) >= _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = time.monotonic() + KEPT_SECONDS, told
+        status, headers, body = self._kept[key][1]
+        return web.Response(status=status, body=body, headers=headers)
+
+    async def _ask(self, path: str, asked: Mapping[str, str]) -> Told:
+        if self._num_asked >= _MAX_ASKED:
+            message = f"{_MAX_ASKED} such questions wait for engines; ask again"
+            raise ProxyError(503, "overloaded", message)
+        self._num_asked += 1
+        try:
+            return await self._ask_any("OPTIONS", path, asked)
+        finally:
+            self._num_asked -= 1

@@ -1,19 +1,23 @@
-"""Takes a JSON object apart without stopping the event loop for long. Pure.
+"""Takes a JSON object apart without stopping the event loop for long.
 
 A prompt, and any other long member, stays text, since 33 MB of token ids would take seconds to
 decode. A large body is parsed a window at a time. The objects of `OBJECTS` are taken apart, too.
 """
 
+import asyncio
 import json
 import math
 import re
+import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+T = TypeVar("T")
+STEP_SECONDS = 0.002
 LARGE_BODY_BYTES = 32 << 10
 WINDOW_BYTES = 32 << 10
 _COMPACTED_BYTES = 8 << 10
@@ -90,6 +94,18 @@ def decode(text: bytes | bytearray | memoryview) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError):
         raw = bytes(text) if isinstance(text, memoryview) else text
         return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
+
+
+async def in_steps(work: Generator[None, None, T]) -> T:
+    """Run *work* for at most `STEP_SECONDS` at a time."""
+    try:
+        while True:
+            end = time.perf_counter() + STEP_SECONDS
+            while time.perf_counter() < end:
+                next(work)
+            await asyncio.sleep(0)
+    except StopIteration as done:
+        return done.value
 
 
 def members_of(raw: bytes | bytearray, objects: Objects = OBJECTS) -> Generator[None, None, Any]:

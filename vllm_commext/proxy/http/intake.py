@@ -2,34 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Generator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.proxy.config import MIB, ProxyConfig
 from vllm_commext.proxy.deadline import UploadWatch
-from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, members_of
+from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, STEP_SECONDS, members_of
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
-T = TypeVar("T")
 SMALL_BODY_BYTES = MIB
 _FOR_SMALL_BODIES = 8
 """One such part of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
-_STEP_SECONDS = 0.002
-
-
-async def in_steps(work: Generator[None, None, T]) -> T:
-    """Run *work* for at most `_STEP_SECONDS` at a time."""
-    try:
-        while True:
-            end = time.perf_counter() + _STEP_SECONDS
-            while time.perf_counter() < end:
-                next(work)
-            await asyncio.sleep(0)
-    except StopIteration as done:
-        return done.value
 
 
 class BodyBudget:
@@ -128,9 +113,9 @@ class Intake:
                 next(taking_apart)
             while True:
                 async with self._budget.turns:
-                    end = time.perf_counter() + _STEP_SECONDS
+                    end = time.perf_counter() + STEP_SECONDS
                     while time.perf_counter() < end:
                         next(taking_apart)
-                    await asyncio.sleep(_STEP_SECONDS)
+                    await asyncio.sleep(STEP_SECONDS)
         except StopIteration as end:
             return end.value

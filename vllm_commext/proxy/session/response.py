@@ -13,10 +13,9 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import members_of
+from vllm_commext.proxy.http.body import in_steps, members_of
 from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
-from vllm_commext.proxy.http.intake import in_steps
 from vllm_commext.proxy.http.sse import (
     Cached,
     EventCutter,

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm_commext.errors import Reason
-from vllm_commext.proxy.http.endpoints import Endpoint
-from vllm_commext.proxy.session.two_step import LocalPrefill
 
 MAX_RESUMES = 4
 MAX_MOVES = 3
@@ -62,23 +60,6 @@ class Room:
 
     def give_back(self, holder: Holder) -> None:
         self._left += self._taken.pop(holder, 0)
-
-
-_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
-
-
-def refusal(
-    endpoint: Endpoint, body: Mapping[str, Any], local_reason: LocalPrefill | None
-) -> Resume | None:
-    """Reason why a stream is never resumed, or None. *local_reason*: against two steps."""
-    if not endpoint.is_split or body.get("stream") is not True:
-        return Resume.ENDPOINT
-    if local_reason in _SEVERAL:
-        return Resume.SAMPLES
-    if body.get("echo"):
-        return Resume.ECHO
-    is_known = body.get("return_token_ids") in (None, False, True)
-    return None if is_known else Resume.NOT_TOLD
 
 
 class DiffersError(Exception):

@@ -1,27 +1,14 @@
 """One attempt at a request: engines are chosen, one computes the prompt, one answers."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aiohttp import web
-
-from vllm_commext.proxy.engines.affinity import NO_PREFIX, SESSION_HEADER, Keepers, prefix_of
-from vllm_commext.proxy.engines.choice import Chooser, Plan
+from vllm_commext.proxy.engines.choice import Plan
 from vllm_commext.proxy.engines.pool import DECODE, Engine
-from vllm_commext.proxy.http.body import compacted, encode
-from vllm_commext.proxy.http.endpoints import (
-    ENDPOINTS,
-    answer_id,
-    most_tokens,
-    num_samples,
-    prompt_tokens,
-    session_of,
-)
-from vllm_commext.proxy.http.intake import in_steps
+from vllm_commext.proxy.http.endpoints import answer_id
 from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
     DIRECT,
@@ -33,90 +20,18 @@ from vllm_commext.proxy.outcome import (
     Outcome,
     ProxyError,
     Route,
-    no_answer,
 )
-from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session import streams, two_step
 from vllm_commext.proxy.session.phase import Life, Phase
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.resume import MAX_MOVES, MAX_RESUMES, Resume, Room, refusal
+from vllm_commext.proxy.session.resume import MAX_RESUMES
+from vllm_commext.proxy.session.service import Asked, Service
 from vllm_commext.proxy.session.streams import Stream
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
-from vllm_commext.proxy.session.upstream import Payload, Prefilled, Upstream
+from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
 logger = logging.getLogger("vllm.commext.proxy")
-
-SMALL_BYTES = 4 << 10  # of a body that is kept as it came
-
-
-class Service:
-    """What all requests share."""
-
-    def __init__(self, upstream: Upstream, planner: Planner) -> None:
-        self.upstream, self.planner = upstream, planner
-        self.config, self.metrics = upstream.config, upstream.metrics
-        pools = {pool.role: pool for pool in (upstream.prefill_pool, upstream.decode_pool)}
-        self.chooser = Chooser(self.config.placement, planner, pools)
-        self.keepers = Keepers[Engine]()
-        self.room = Room(self.config.resume_bytes)
-        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
-
-    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
-        """Engine that keeps the answer which *body* goes on from; None: any. Raises
-        `ProxyError`."""
-        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
-        engine = self.keepers.get(name) if isinstance(name, str) else None
-        if name is None or (engine is None and len(pool.engines) == 1):
-            return None
-        if engine is None:
-            raise no_answer(name, "this proxy knows no engine that has given it")
-        if not engine.usable or engine not in pool.members:
-            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
-        return engine
-
-
-class Asked:
-    """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
-    take both steps. only: the engine that has what the request goes on from."""
-
-    def __init__(
-        self, service: Service, request: web.Request, body: Any, headers: Mapping[str, str]
-    ) -> None:
-        config = service.config
-        self.path, self.headers = request.path, headers
-        self._body = body = two_step.checked_body(body)
-        self._transcript: Transcript | None = None
-        self.endpoint = endpoint = ENDPOINTS[request.path]
-        tokens = prompt_tokens(body)
-        self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
-        self.prefix, self.only = NO_PREFIX, None if endpoint.is_split else service.keeper(body)
-        self.local_reason = two_step.local_prefill_reason(endpoint, body, config.min_prompt_tokens)
-        if config.affinity and endpoint.computes:
-            session = session_of(body, request.headers.get(SESSION_HEADER))
-            self.prefix = prefix_of(body, endpoint, session, tokens)
-
-    def kept(self, service: Service) -> Transcript | Resume:
-        """A transcript for a stream that can go on elsewhere, or why it cannot."""
-        if not service.config.resume:
-            return Resume.OFF
-        if (reason := refusal(self.endpoint, self._body, self.local_reason)) is not None:
-            return reason
-        transcript = Transcript(service.room, self._body, 0)
-        return transcript.refusal or transcript
-
-    @property
-    def body(self) -> Mapping[str, Any]:
-        return self._body if self._transcript is None else self._transcript.body
-
-    async def forget(self, transcript: Transcript | None, num_bytes: int) -> None:
-        """Have *transcript* keep the body, of *num_bytes*, as far as it may be sent again."""
-        if transcript is not None and num_bytes <= SMALL_BYTES:
-            transcript.keep(self._body, num_bytes)
-        elif transcript is not None:
-            body = await in_steps(compacted(self._body))
-            transcript.keep(body, sum(map(len, encode(body))))
-        self._body, self._transcript = {}, transcript
 
 
 @dataclass(eq=False)
