@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 import re
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -34,6 +36,9 @@ from vllm_commext.proxy.session.service import Service
 from vllm_commext.proxy.session.session import Session
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 from vllm_commext.proxy.window.window import Window
+
+if TYPE_CHECKING:
+    from vllm_commext.proxy.window.trace import Trace
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -67,6 +72,7 @@ class ProxyApp:
         )
         self.metrics = ProxyMetrics(self.pools)
         self.window = Window(limits, self.registry, self.metrics)
+        self.trace: Trace | None = None
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
         self._num_begun = 0
@@ -99,6 +105,7 @@ class ProxyApp:
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
             self._service = Service(self._upstream, self.planner)
             self._preflights = Preflights(self._upstream.ask_any)
+            self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
             await self._sources.look()
             mode, pool = self.config.placement, self.decode_pool
             is_shown = self.config.admin_port is not None
@@ -112,6 +119,8 @@ class ProxyApp:
                 yield
                 await end_tasks([watching])
                 await self._upstream.releases.close()
+        if trace is not None:
+            await asyncio.to_thread(trace.close)
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for the running ones; True if all have ended in time."""
@@ -154,6 +163,8 @@ class ProxyApp:
         with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
+            if self.trace is not None:
+                self.trace.begin(outcome, headers)
             await self._take_turn()
             await intake.read(request)
             if not self.config.client_priority and isinstance(intake.body, dict):
@@ -197,6 +208,8 @@ class ProxyApp:
             self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
             if self.config.admin_port is not None:
                 self.window.note(outcome)
+            if self.trace is not None:
+                self.trace.end(outcome, request.path)
             if self.config.access_log:
                 log_access(request, outcome)
 
@@ -231,6 +244,26 @@ class ProxyApp:
         if self._engine_key:
             headers["Authorization"] = f"Bearer {self._engine_key}"
         return headers
+
+
+def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
+    """What sends spans, where OpenTelemetry's variables name an endpoint; importing it takes a
+    second."""
+    named = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_off or environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environ.get, named)):
+        return None
+    try:
+        from vllm_commext.proxy.window.trace import open_trace
+    except ModuleNotFoundError as error:
+        text = '%s is set, but no trace is sent, for want of %s: pip install "vllm_commext[otel]"'
+        logger.warning(text, next(filter(environ.get, named)), error.name)
+        return None
+    try:
+        return open_trace(environ)
+    except ValueError as error:
+        logger.warning("no trace is sent: expected OTEL_ variables that are valid, got %s", error)
+        return None
 
 
 def _request_id(request: web.Request) -> str:

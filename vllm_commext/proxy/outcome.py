@@ -159,7 +159,7 @@ class Route:
 class Outcome:
     """Filled in while a request is served. kind, side: labels of the count. status: of an error.
     is_answered: the client has its whole stream, of *tokens*, each but the first in *per_token*
-    seconds. prompt_tokens: about."""
+    seconds. prompt_tokens: about. trace: its spans, where they are sent."""
 
     request_id: str
     kind: str = "ok"
@@ -172,6 +172,7 @@ class Outcome:
     prompt_tokens: int = 0
     tokens: int = 0
     per_token: float = 0.0
+    trace: object = None
 
     def set(self, kind: str, side: str) -> None:
         self.kind, self.side = kind, side
