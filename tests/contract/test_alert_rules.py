@@ -80,10 +80,12 @@ def test_every_reason_of_a_failed_load_has_an_alert() -> None:
 
 @by_rule
 def test_the_page_has_the_alert(rule: dict[str, Any]) -> None:
-    """Those that page at the page's head, the others under Tickets."""
+    """Those that page at the page's head, the others under Tickets, where the alert links to."""
     head, _, rest = PAGE.partition("### Tickets")
-    part = head if rule["labels"]["severity"] == "page" else rest
+    part, anchor = (head, "") if rule["labels"]["severity"] == "page" else (rest, "#tickets")
     assert f"| `{rule['alert']}` | " in part
+    assert rule["annotations"]["runbook_url"] == f"docs/operations.md{anchor}"
+    assert rule["annotations"]["description"].endswith(".")
 
 
 def test_pages_come_before_tickets() -> None:
@@ -248,5 +250,5 @@ def alert(rule: dict[str, Any], labels: dict[str, str], values: list[str]) -> di
         summary = summary.replace("{{ $labels." + label + " }}", value)
     return {
         "exp_labels": {**labels, **rule["labels"]},
-        "exp_annotations": {"summary": summary},
+        "exp_annotations": {**rule["annotations"], "summary": summary},
     }
