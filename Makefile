@@ -15,7 +15,7 @@ MODEL ?= smollm2
 TP ?= 1
 P_TP ?= $(TP)
 D_TP ?= $(TP)
-KEEP ?=
+SHOW ?=
 ATTACK_OUT ?= attack-report
 REQUESTS ?= 32
 SEED ?= 1
@@ -40,7 +40,7 @@ COMPILED := $(VENV)/commext-compiled-stamp
 BEGAN := $(shell date +%s)
 REPORTS := build/servers.xml build/pure.xml
 DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
-	--requests $(REQUESTS) $(if $(filter-out 0,$(KEEP)),--keep)
+	--requests $(REQUESTS) $(if $(filter-out 0,$(SHOW)),--show)
 
 .PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env digests canary mixed rolling test-matrix stress-shm \
 	qemu sanitize clean help
@@ -48,7 +48,7 @@ DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## Prefill and decode servers of a pretrained model here, proven equal to one server; MODEL=llama or granite P_TP=1 D_TP=2 TP=2 KEEP=1 REQUESTS=32
+demo: env ## vllm-commext serve with a pretrained model, beside one server: an engine killed, one drained; SHOW=1 leaves it running; MODEL=llama or granite1 P_TP=1 D_TP=2 REQUESTS=32: prefill and decode servers
 	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; about seven minutes on two cores

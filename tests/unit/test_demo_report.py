@@ -95,5 +95,5 @@ def test_a_token_that_was_less_likely_is_wrong_even_if_its_logprobs_are_near() -
 def test_sizes_that_the_model_cannot_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected .* for smollm2"):
         demo.choose_scenario(
-            demo.parser().parse_args(["--model", "smollm2", "--tp", "2"]), tmp_path
+            demo.parser().parse_args(["--model", "smollm2", "--p-tp", "2"]), tmp_path
         )

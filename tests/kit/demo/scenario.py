@@ -12,16 +12,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kit import cluster
+from tests.kit import cluster, smollm2
 from tests.kit.demo.report import BYTES, Claim, Expected, Noise, Pass, table, verdict
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.parity import Completion, complete
 from tests.kit.prompts import Prompt, almost_the_same, equal_prompts, num_blocks
 from tests.kit.servers import ProxyServer, Server, VllmServer, free_port
+from tests.kit.smollm2 import write_smollm2
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_model import kv_bytes_per_token, write_tiny_model
 
@@ -34,16 +35,15 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; ``kind`` is one of ``KINDS`` or ``smollm2``, ``port`` 0 means any free
-    one."""
+    """What was asked for; ``kind`` is one of ``KINDS`` or ``smollm2``; ``show``: what runs stays up
+    until Ctrl-C."""
 
     folder: Path
     kind: str
     prefill_tp: int
     decode_tp: int
     num_requests: int
-    port: int
-    keep: bool
+    show: bool
 
 
 class Scenario:
@@ -74,15 +74,21 @@ class Scenario:
             self.send_all(proxy, decode)
             self.control(proxy, decode)
             print(f"\n{table(self.passes)}\n\n{verdict(self.claims)}", flush=True)
-            if self.options.keep:
+            if self.options.show:
                 self.keep([prefill, decode, proxy])
             self.say("stopping all servers")
         self.say("nothing is left running")
         return all(claim.held for claim in self.claims)
 
     def write_model(self) -> Path:
-        self.say(f"writing a tiny model, logs in {self.options.folder}")
+        self.say(f"making the model {self.options.kind}, logs in {self.options.folder}")
+        if self.is_pretrained:
+            return write_smollm2()
         return write_tiny_model(self.options.folder / "model", self.options.kind)
+
+    @property
+    def is_pretrained(self) -> bool:
+        return self.options.kind == smollm2.NAME
 
     def say(self, text: str) -> None:
         """A progress line with the seconds since the start."""
@@ -112,7 +118,7 @@ class Scenario:
         )
 
     def model_args(self) -> list[str]:
-        return KINDS[self.options.kind].cpu_options
+        return [] if self.is_pretrained else KINDS[self.options.kind].cpu_options
 
     def start_proxy(self, stack: ExitStack, prefill: Server, decode: Server) -> Server:
         self.say("starting the proxy")
@@ -121,7 +127,7 @@ class Scenario:
             [prefill.url],
             [decode.url],
             self.options.folder,
-            port=self.options.port or free_port(),
+            port=free_port(),
             args=cluster.PATIENT_PROXY_ARGS,
         )
         return stack.enter_context(proxy)
@@ -186,7 +192,7 @@ class Scenario:
         )
 
     def send_all(self, proxy: Server, decode: Server) -> None:
-        if KINDS[self.options.kind].model_type == "llama":
+        if self.is_pretrained or KINDS[self.options.kind].model_type == "llama":
             self.needed = self.whole_prompts
         else:
             self.needed = self.as_before(proxy, decode)
@@ -235,20 +241,12 @@ class Scenario:
     def keep(self, servers: Sequence[Server]) -> None:
         """Leave the servers up until Ctrl-C, or until one of them ends."""
         body = json.dumps({"model": cluster.MODEL_NAME, "prompt": "Hello", "max_tokens": 16})
-        url = servers[-1].url
-        print(
-            f"\nThe servers stay up until Ctrl-C. Ask the proxy:\n\n  curl {url}/v1/completions "
-            f"-H 'Content-Type: application/json' -d '{body}'\n",
-            flush=True,
-        )
-        try:
+        url = f"{servers[-1].url}/v1/completions"
+        ask = f"curl {url} -H 'Content-Type: application/json' -d '{body}'"
+        self.say(f"all stays up until Ctrl-C; ask:\n\n  {ask}\n")
+        with suppress(KeyboardInterrupt):
             while all(server.running() for server in servers):
                 time.sleep(WATCH_SECONDS)
-        except KeyboardInterrupt:
-            return
-        ended = [server.name for server in servers if not server.running()]
-        self.claims.append(Claim("the servers stay up", False, f"{ended} ended"))
-        self.say(f"{ended} ended by itself; see the logs in {self.options.folder}")
 
 
 def one_at_a_time(url: str, prompts: Sequence[Prompt]) -> list[Completion]:
