@@ -131,7 +131,8 @@ async def test_the_state_has_requests_engines_and_placements_and_no_text(
         await asyncio.sleep(1.1)
         state = await admin.state()
         one = state["latest"][0]
-        assert (one["id"], one["kind"], one["tokens"]) == (HOSTILE, "ok", 5)
+        assert (one["id"], one["kind"]) == (HOSTILE, "ok")
+        assert 1 <= one["tokens"] <= 5, "those that come with the first one count as one"
         assert one["prompt_tokens"] > 10
         assert one["decode"] in {engine["name"] for engine in state["engines"]}
         assert [part[0] for part in one["parts"]][-3:] == ["ask", "first token", "decode"]
