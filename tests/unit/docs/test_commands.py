@@ -18,6 +18,7 @@ from vllm_commext.settings import PREFIX, TOGGLES
 # Variables of other programs that the documents set.
 FOREIGN = {
     *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VLLM_HOST_IP"),
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
     *("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"),
     *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
 }
