@@ -112,15 +112,17 @@ fuzz: env ## A million side-channel frames and 100,000 notifications of garbage;
 mutants: env ## Flipped operators and constants that the unit tests notice, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
-lint: env ## ruff, pyright, who may import whom, and the budgets of tools/budgets.toml
+lint: env ## ruff, pyright, who may import whom, budgets of tools/budgets.toml, pictures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/budgets.py
+	$(BIN)/python tools/pictures.py --check
 
-docs: env ## Write the tables of docs/ that the code defines, and the operator's alert rules
+docs: env ## Write the tables and pictures of docs/, and the operator's alert rules
 	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python tools/pictures.py
 
 env: ## The environment for everything above, in .venv
 	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)

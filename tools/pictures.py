@@ -1,0 +1,245 @@
+"""Draws the pictures of docs/images from the tables and files of benchmarks/results.
+
+python tools/pictures.py            # write them
+python tools/pictures.py --check    # exit status 1 where one is not what the results say
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+WIDTH = 760
+TEXT, GRID = "#333", "#ddd"
+COLORS = ("#8a8a8a", "#d98c3f", "#b5a33c", "#2f7fc1")
+
+
+@dataclass
+class Svg:
+    """Shapes in pixels from the upper left corner."""
+
+    height: int
+    shapes: list[str] = field(default_factory=list[str])
+
+    def text(
+        self, x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self.shapes.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-family="sans-serif" font-size="12" fill="{TEXT}"'
+            f' text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, color: str = TEXT) -> None:
+        self.shapes.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
+        )
+
+    def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        size = f'width="{width:.1f}" height="{height:.1f}"'
+        self.shapes.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{color}"/>')
+
+    def path(self, points: Sequence[tuple[float, float]], color: str) -> None:
+        steps = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.shapes.append(
+            f'<polyline points="{steps}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+        )
+
+    def whole(self) -> str:
+        size = f'width="{WIDTH}" height="{self.height}"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {self.height}">'
+        )
+        return "\n".join((head, f'<rect {size} fill="white"/>', *self.shapes, "</svg>", ""))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A median or share with the least and the most of its rounds."""
+
+    value: float
+    least: float
+    most: float
+
+
+def table_rows(page: str, anchor: str, heading: str = "") -> Iterator[dict[str, str]]:
+    """The rows of the first table after an anchor, and after a line that begins with *heading*.
+
+    Raises:
+        ValueError: The page has no such place, or no table there.
+    """
+    text = (RESULTS / page).read_text(encoding="utf-8")
+    at = text.find(f'<a id="{anchor}">')
+    at = text.find(f"\n{heading}", at) if at >= 0 else at
+    found = re.search(r"(?:^\|.*\n)+", text[at:], re.MULTILINE) if at >= 0 else None
+    if found is None:
+        raise ValueError(f"{page}: expected a table after {anchor!r} and {heading!r}, found none")
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines()
+    ]
+    return (dict(zip(head, row, strict=True)) for row in rows)
+
+
+def share(cell: str) -> Bar:
+    """Of a cell such as `90 (88-91)`."""
+    value, least, most = (float(one) for one in re.findall(r"[\d.]+", cell))
+    return Bar(value, least, most)
+
+
+def grouped(
+    title: str,
+    names: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[Bar | None]]],
+    most: float,
+    unit: str,
+) -> Svg:
+    """Horizontal bars, a group each row, with whiskers from the least to the most round."""
+    bar, gap, left, right = 15, 16, 230, 60
+    heights = [bar * sum(one is not None for one in bars) + gap for _, bars in groups]
+    svg = Svg(64 + sum(heights) + 24)
+    svg.text(10, 20, title, bold=True)
+    for place, name in enumerate(names):
+        svg.bar(10 + 185 * place, 32, 12, 12, COLORS[place])
+        svg.text(28 + 185 * place, 42, name)
+    scale = (WIDTH - left - right) / most
+    for mark in range(5):
+        x = left + scale * most * mark / 4
+        svg.line(x, 58, x, 64 + sum(heights), GRID)
+        svg.text(x, 64 + sum(heights) + 16, f"{most * mark / 4:g}{unit}", anchor="middle")
+    y = 64.0
+    for (name, bars), height in zip(groups, heights, strict=True):
+        svg.text(10, y + (height - gap) / 2 + 4, name)
+        for color, one in zip(COLORS, bars, strict=False):
+            if one is not None:
+                svg.bar(left, y + 1, scale * one.value, bar - 2, color)
+                svg.line(
+                    left + scale * one.least, y + bar / 2, left + scale * one.most, y + bar / 2
+                )
+                svg.text(left + scale * max(one.most, one.value) + 6, y + bar - 3, f"{one.value:g}")
+                y += bar
+        y += gap
+    return svg
+
+
+ADAPTIVE = "ordered 12/1000"
+CELLS = (
+    ("2026-11-28_two", "Prompts of 8,000", "2 x H200: 8,000 tokens, 4.5/s"),
+    ("2026-11-28_two", "The mixed load", "2 x H200: mixed, 9/s"),
+    ("2026-11-27_goodput_rounds", "Conversations", "2 x H100: conversations, 2.5/s"),
+    ("2026-11-28_four", "Prompts of 8,000", "4 x H200: 8,000 tokens, 7/s"),
+    ("2026-11-28_four", "The mixed load", "4 x H200: mixed, 14/s"),
+)
+
+
+def goodput() -> Svg:
+    groups: list[tuple[str, list[Bar | None]]] = []
+    for anchor, heading, name in CELLS:
+        rows = {row["way"]: row for row in table_rows("goodput.md", anchor, heading)}
+        ways = ("replicas", "fixed", "TP 2", ADAPTIVE)
+        cells = [rows[way]["good, 12 ms, 1000 ms"] if way in rows else "" for way in ways]
+        groups.append((name, [share(cell) if cell else None for cell in cells]))
+    names = ("replicas", "fixed prefill and decode", "TP 2 engines", "adaptive placement")
+    title = "Requests with the first token within 1 s and 12 ms a token, percent"
+    return grouped(title, names, groups, 100, "%")
+
+
+def added_latency() -> Svg:
+    """What a hand-over adds to the median of a plain server's; whiskers are of the rounds."""
+    rows = list(table_rows("handover.md", "2026-11-28_handover_compiled"))
+    found = {(row["tokens"], row["engine"]): row for row in rows}
+    groups: list[tuple[str, list[Bar | None]]] = []
+    for column in ("first token", "second token"):
+        for tokens in ("1000", "8000"):
+            plain = share(found[tokens, "plain"][column]).value
+            bars: list[Bar | None] = []
+            for engine in ("vLLM's", "ours", "ours, proxy, streamed"):
+                one = share(found[tokens, engine][column])
+                bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
+            groups.append((f"{column}, prompt of {int(tokens):,}", bars))
+    names = ("vLLM's NixlConnector", "vllm_commext, asked alike", "vllm_commext, its proxy")
+    return grouped("Milliseconds more than one plain server, two H200", names, groups, 240, "")
+
+
+def kill_and_drain() -> Svg:
+    """Tokens of all streams in each 100 ms, around a drain and around a kill."""
+    found = json.loads((RESULTS / "moves.json").read_text(encoding="utf-8"))
+    svg = Svg(2 * 150 + 40)
+    for place, row in enumerate(found["rows"]):
+        top, counts = 34 + 150 * place, row["tokens by window"]
+        wide = [sum(counts[n : n + 5]) for n in range(0, len(counts), 5)]
+        scale_x, scale_y = (WIDTH - 80) / (len(wide) - 1), 100 / max(wide)
+        what = {"drain": "is drained", "kill": "gets SIGKILL"}[row["fault"]]
+        svg.text(10, top - 14, f"{row['streams']} streams: their engine {what} at 0 s", bold=True)
+        svg.text(10, top + 4, f"{10 * max(wide)}/s")
+        for second in range(-2, 7, 2):
+            x = 60 + scale_x * 10 * (second + 2)
+            svg.line(min(x, WIDTH - 20), top, min(x, WIDTH - 20), top + 100, GRID)
+            svg.text(min(x, WIDTH - 20), top + 114, f"{second} s", anchor="middle")
+        points = [(60 + scale_x * n, top + 100 - scale_y * one) for n, one in enumerate(wide)]
+        svg.path(points, COLORS[-1])
+    return svg
+
+
+ROWS = {"queue": 0, "prefill": 1, "ask": 2, "first token": 2, "decode": 2}
+SHADES = {"queue": "#8a8a8a", "prefill": "#d98c3f", "ask": "#8a8a8a", "first token": "#9cc3e0"}
+MEANINGS = {"queue": "queue", "prefill": "computes the prompt", "ask": "asked", "decode": "decodes"}
+MEANINGS["first token"] = "reads the chunks as they are finished"
+
+
+def one_request() -> Svg:
+    """Time from left to right, one row for each of proxy, P, D and client."""
+    found = json.loads((RESULTS / "one_request.json").read_text(encoding="utf-8"))
+    end = max(*(part[3] for part in found["parts"]), *found["client"])
+    left, svg = 90, Svg(214)
+    scale = (WIDTH - left - 20) / end
+    tokens = f"{found['prompt_tokens']:,} tokens, answer of {found['tokens']}"
+    svg.text(10, 20, f"One streamed request, milliseconds: prompt of {tokens}", bold=True)
+    for row, name in enumerate(("proxy", "P", "D", "client")):
+        svg.text(10, 54 + 36 * row, name)
+    for mark in range(6):
+        x = left + scale * end * mark / 5
+        svg.line(x, 36, x, 180, GRID)
+        svg.text(x, 196, f"{1e3 * end * mark / 5:.0f}", anchor="middle")
+    for name, _, began, ended in found["parts"]:
+        y, width = 40 + 36 * ROWS[name], max(scale * (ended - began), 1.5)
+        svg.bar(left + scale * began, y, width, 18, SHADES.get(name, COLORS[-1]))
+        if width > 130:
+            svg.text(left + scale * began + 6, y + 13, MEANINGS[name])
+    for at in found["client"]:
+        svg.line(left + scale * at, 148, left + scale * at, 166)
+    return svg
+
+
+PICTURES: dict[str, Callable[[], Svg]] = {
+    "added_latency.svg": added_latency,
+    "goodput.svg": goodput,
+    "kill_and_drain.svg": kill_and_drain,
+    "one_request.svg": one_request,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale: list[str] = []
+    for name, draw in PICTURES.items():
+        new, path = draw().whole(), IMAGES / name
+        if args.check and (not path.exists() or path.read_text(encoding="utf-8") != new):
+            stale.append(name)
+        if not args.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"expected pictures of today's results, got others: {stale}; run tools/pictures.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
