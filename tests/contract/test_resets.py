@@ -25,7 +25,7 @@ from tests.contract.scheduled_core import (
 from tests.kit.tiny_lora import write_named
 from vllm_commext.compat import monkey_patch, resets
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.identity import CLOCK_SECONDS
+from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
 
 pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
@@ -250,7 +250,7 @@ def test_blocks_elsewhere_are_trusted_only_after_a_short_pause(
     core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
     core.turn()
     later = time.monotonic() + seconds
-    monkeypatch.setattr("vllm_commext.nixl.identity.time.monotonic", lambda: later)
+    monkeypatch.setattr("vllm_commext.nixl.decode.prompt_match.time.monotonic", lambda: later)
     core.resume()
     core.run("d")
     assert core.answer("d").tokens == ANSWER

@@ -16,7 +16,7 @@ from tests.kit.crossed import crossed
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import Completion
 from tests.kit.servers import ProxyServer, Server, VllmServer
-from vllm_commext.nixl.identity import CLOCK_SECONDS
+from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
 
 ATOL = 1e-4  # nats, at float32
 CHUNK_TOKENS = 128

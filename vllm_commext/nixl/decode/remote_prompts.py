@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.decode.askers import StreamAsker
 from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Quarantine, Source, TokenPhase
+from vllm_commext.nixl.decode.prompt_match import PromptMatch, Trust
 from vllm_commext.nixl.decode.remote_tokens import RemoteTokens
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import FirstToken, refusal_of
 from vllm_commext.nixl.geometry.plan import blocks_to_fill, is_at_block_boundary
-from vllm_commext.nixl.identity import PromptMatch, Trust
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.recorder import FAILURES, FIRST_TOKENS, HANDOVERS
