@@ -41,16 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def device_of(caches: Collection[torch.Tensor]) -> torch.device:
-    """The device that all cache tensors are on; raises UnsupportedError."""
-    devices = {cache.device for cache in caches}
-    if len(devices) != 1:
-        raise UnsupportedError(
-            f"expected the KV cache on one device, got {sorted(map(str, devices))}"
-        )
-    return devices.pop()
-
-
 def memory_type(device: torch.device) -> str:
     return "DRAM" if device.type == "cpu" else "VRAM"
 
@@ -118,7 +108,7 @@ class WorkerSide:
             groups = groups_of(self._kv_cache_config)
             num_blocks = self._kv_cache_config.num_blocks
             self._last_blocks = LastBlocks(caches, layers, groups, num_blocks)
-        device = device_of(caches.values())
+        device = next(iter(caches.values())).device
         layout = cache_layout(caches, self._kv_cache_config, self._model)
         layout, splits = self._pipeline.place(layout)
         ranges = allocations(caches.values())

@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.decode.links import Link
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.geometry.topology import Sources
 from vllm_commext.nixl.requests import Load, PeerKey, RemoteRequest
+
+if TYPE_CHECKING:
+    from vllm_commext.nixl.stream.cursor import Cursor
 
 RELEASE_DELAY_SECONDS = 0.25
 """From the end of the last load of a remote request to its release: other uses of it, such as the
@@ -76,17 +79,6 @@ def describe_source(remote: RemoteRequest | None) -> str:
         f"prefill engine {remote.engine_id!r} at {remote.host}:{remote.port} (request "
         f"{remote.request_id} there)"
     )
-
-
-class ChunkCursor(Protocol):
-    """The progress of a read that follows the computation of its prompt."""
-
-    nonce: int
-    has_read: bool
-    is_computed: bool
-
-    @property
-    def num_read(self) -> int: ...
 
 
 @dataclass
@@ -147,7 +139,7 @@ class ShardRead:
     retried: bool = False
     begun: float = field(default_factory=time.perf_counter)
     pairs: tuple[Link, Pairs] | None = None
-    cursor: ChunkCursor | None = None
+    cursor: Cursor | None = None
 
     @property
     def remote(self) -> RemoteRequest:

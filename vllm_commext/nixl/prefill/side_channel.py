@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.log import RateLimitedLog, logger
@@ -84,7 +84,12 @@ class SideChannelServer:
         blocks: OfferTable | None = None,
     ) -> None:
         self.engine_id = engine_id
-        self._place = (incarnation, host, port)
+        self._place: dict[str, Any] = {
+            "engine_id": engine_id,
+            "incarnation": incarnation,
+            "host": host,
+            "port": port,
+        }
         self._streams = streams
         self._blocks = blocks
         self._max_bytes = wire.MAX_REQUEST_BYTES if blocks is None else wire.MAX_QUESTION_BYTES
@@ -283,16 +288,8 @@ class SideChannelServer:
         return not is_full and self._num_held[connection.address] < MAX_HELD_OF_ONE
 
     def _found_streams(self, found: dict[str, wire.FoundStream]) -> wire.FoundStreams:
-        incarnation, host, port = self._place
-        return wire.FoundStreams(
-            engine_id=self.engine_id,
-            incarnation=incarnation,
-            host=host,
-            port=port,
-            tp_size=len(self._answers) // self._pp_size,
-            pp_size=self._pp_size,
-            found=found,
-        )
+        tp_size = len(self._answers) // self._pp_size
+        return wire.FoundStreams(**self._place, tp_size=tp_size, pp_size=self._pp_size, found=found)
 
     def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
         """Raises ProtocolError for a question that cannot be answered here."""
@@ -309,12 +306,8 @@ class SideChannelServer:
             )
         begins = range(0, len(request.hashes), wire.HASH_BYTES)
         run = self._blocks.find(request.hashes[one : one + wire.HASH_BYTES] for one in begins)
-        incarnation, host, port = self._place
         return wire.FoundBlocks(
-            engine_id=self.engine_id,
-            incarnation=incarnation,
-            host=host,
-            port=port,
+            **self._place,
             tp_size=len(self._answers),
             block_ids=run.block_ids,
             generations=run.generations,

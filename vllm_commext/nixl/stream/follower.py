@@ -51,8 +51,8 @@ class Follower:
     def begin(self, shard: ShardRead, link: Link) -> None:
         """Read a shard, from where it was before a new connection; raises ProtocolError."""
         new = cursor_of(shard, link)
-        cursor = shard.cursor if isinstance(shard.cursor, Cursor) else new
-        shard.cursor, cursor.link = cursor, new.link
+        cursor = shard.cursor = shard.cursor or new
+        cursor.link = new.link
         self._cursors.append(cursor)
 
     def withdraw(self, use: Use) -> list[ShardRead]:
@@ -101,7 +101,7 @@ class Follower:
 
     def note_end(self, shard: ShardRead, failure: Failure | None) -> bool:
         cursor = shard.cursor
-        assert isinstance(cursor, Cursor)  # only reads of streams are told here
+        assert cursor is not None  # only reads of streams are told here
         cursor.is_reading = False
         goes_on = shard.use.failure is None and self._goes_on(cursor, failure)
         if not goes_on:

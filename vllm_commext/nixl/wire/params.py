@@ -174,6 +174,16 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_seal: str = ""
 
 
+_SAME = {
+    **{
+        f"remote_{name}": name
+        for name in ("engine_id", "request_id", "host", "port", "num_tokens", "incarnation")
+    },
+    **{"remote_fence_slot": "fence_slot", "tp_size": "tp_size", "pp_size": "pp_size"},
+}
+"""Fields that are those of the remote request, by their names here."""
+
+
 def params_of(request: Request) -> dict[str, Any] | None:
     """What a request asks of the connector, None for nothing: what is no object asks for nothing,
     as a client of vLLM's can put there whatever JSON has (``vllm_xargs``)."""
@@ -287,17 +297,9 @@ def write_params(
     """
     remote = transfer_params.remote
     written = _RemoteParams(
-        remote_engine_id=remote.engine_id,
-        remote_request_id=remote.request_id,
-        remote_host=remote.host,
-        remote_port=remote.port,
+        **{name: getattr(remote, of) for name, of in _SAME.items()},
         remote_block_ids=[list(group) for group in remote.block_ids],
-        remote_num_tokens=remote.num_tokens,
-        tp_size=remote.tp_size,
-        pp_size=remote.pp_size,
         remote_protocol=_protocol_of(remote.pp_size),
-        remote_incarnation=remote.incarnation,
-        remote_fence_slot=remote.fence_slot,
         remote_fence_nonce=f"{remote.fence_nonce:016x}",
         remote_prompt=dict(transfer_params.prompt),
         remote_first_token=transfer_params.first_token,
@@ -375,16 +377,8 @@ def _check_prompt(prompt: Mapping[str, str]) -> None:
 
 def _remote_of(remote: _RemoteParams) -> RemoteRequest:
     return RemoteRequest(
-        engine_id=remote.remote_engine_id,
-        incarnation=remote.remote_incarnation,
-        host=remote.remote_host,
-        port=remote.remote_port,
-        tp_size=remote.tp_size,
-        pp_size=remote.pp_size,
-        request_id=remote.remote_request_id,
+        **{of: getattr(remote, name) for name, of in _SAME.items()},
         block_ids=tuple(tuple(block_ids) for block_ids in remote.remote_block_ids),
-        num_tokens=remote.remote_num_tokens,
-        fence_slot=remote.remote_fence_slot,
         fence_nonce=_read_nonce(remote),
     )
 
