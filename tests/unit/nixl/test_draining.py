@@ -13,7 +13,6 @@ import pytest
 from tests.kit.descriptions import description
 from tests.kit.inquiry import Inquiry
 from tests.kit.ports import free_port
-from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
@@ -83,28 +82,6 @@ def test_who_asks_later_is_told_behind_the_answer() -> None:
         assert wait_for(first.take_news)
         with asking(port) as second:
             assert wait_for(second.take_news)
-
-
-def test_who_was_refused_is_not_told() -> None:
-    drains = threading.Event()
-    with serving(drains) as port, asking(port) as good:
-        request = wire.DescribeRequest(engine_id="another", tp_rank=0)
-        bad = Inquiry(HOST, port, request)
-        with pytest.raises(ProtocolError, match="refused the handshake"):
-            wait_for(bad.poll)
-        drains.set()
-        assert wait_for(good.take_news)
-        assert bad.take_news() is None
-        bad.close()
-
-
-def test_news_with_another_secret_are_none() -> None:
-    drains = threading.Event()
-    with serving(drains, SECRET) as port, asking(port, SECRET) as inquiry:
-        inquiry.channel._signer._secret = OTHER
-        drains.set()
-        wait_for(lambda: None if inquiry.is_connected() else True)
-        assert inquiry.take_news() is None
 
 
 def test_a_flood_of_news_is_taken_piece_by_piece() -> None:

@@ -38,21 +38,14 @@ def made(**settings: Any) -> Mapped:
     return Mapped(ConnectorConfig("127.0.0.1", 1, **settings))
 
 
-@pytest.mark.parametrize("wanted", [AUTO, NEVER])
-def test_a_cache_in_host_memory_is_neither_offered_nor_maps_others(
-    log_lines: pytest.LogCaptureFixture, wanted: str
+@pytest.mark.parametrize(("wanted", "is_on_gpu"), [(AUTO, False), (NEVER, False), (NEVER, True)])
+def test_what_is_in_host_memory_or_switched_off_is_neither_offered_nor_maps_others(
+    log_lines: pytest.LogCaptureFixture, wanted: str, is_on_gpu: bool
 ) -> None:
     mapped = made(mapped_reads=wanted)
-    mapped.prepare([(4096, 64)], is_on_gpu=False)
+    mapped.prepare([(4096, 64)], is_on_gpu=is_on_gpu)
     assert mapped.offer is mapped.mapper is None
     assert not [one for one in log_lines.records if one.levelno >= logging.INFO]
-
-
-def test_it_can_be_switched_off(log_lines: pytest.LogCaptureFixture) -> None:
-    mapped = made(mapped_reads=NEVER)
-    mapped.prepare([(4096, 64)], is_on_gpu=True)
-    assert mapped.offer is mapped.mapper is None
-    assert not log_lines.messages
 
 
 def test_a_machine_without_a_gpu_says_so_and_goes_on(

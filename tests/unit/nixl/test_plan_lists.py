@@ -40,12 +40,8 @@ def plan_of(
         pytest.param({}, {}, 3, 8, 64, id="alike"),
         pytest.param({"rows": 2}, {"rows": 2}, 3, 8, 64, id="blocks of several rows"),
         pytest.param({"rows": 2}, {"rows": 4}, 12, 2, 4, id="rows of two sizes"),
-        pytest.param({"order": "LBNHC"}, {"order": "LBNHC"}, 3, 8, 64, id="tokens outermost"),
         pytest.param({"order": "LBNHC"}, {}, 12, 1, 2, id="tokens outermost on one side"),
-        pytest.param({"order": "BLHNC"}, {"order": "BLHNC"}, 1, 8, 192, id="blocks outermost"),
-        pytest.param({"order": "LHBNC"}, {}, 12, 8, 16, id="heads outermost on one side"),
         pytest.param({"tp_size": 2}, {}, 3, 8, 32, id="two to one"),
-        pytest.param({}, {"tp_size": 4}, 3, 8, 16, id="one to four"),
         pytest.param(
             {"tp_size": 2, "order": "LBNHC"}, {"order": "LBNHC"}, 3, 1, 4, id="tokens, two to one"
         ),

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,11 +81,6 @@ def test_any_value_is_read(value: Any) -> None:
     named = releases_of({"release": value})
     assert len(named) == (len(value) if isinstance(value, list) else 0)
     assert all(one == "" or one in value for one in named)
-
-
-@pytest.mark.parametrize("params", [None, {}, {"release": None}])
-def test_none_is_named(params: Any) -> None:
-    assert (prefill_key_of(params), releases_of(params)) == ("", [])
 
 
 def test_a_request_names_so_many_at_most() -> None:

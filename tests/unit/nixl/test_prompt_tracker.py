@@ -8,48 +8,32 @@ import pytest
 from tests.kit.stream_requests import step
 from vllm_commext.nixl.prefill.prefill_state import PrefillState, completes, progress_in
 
-
-def completed(state: PrefillState, made: Any) -> list[list[list[int]]]:
-    """The prompt's blocks, where the step completes it."""
-    return [state.block_ids for progress in progress_in(made) if completes(state, progress)]
-
-
-def prompt(num_tokens: int) -> PrefillState:
-    request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=num_tokens)
-    return PrefillState(request)
+NEW, CACHED = "new", "cached"
+Steps = list[tuple[str, int, list[list[int]], int]]
+"""How each step lists the prompt: where it begins, its blocks, and its tokens."""
 
 
-def test_a_prompt_in_one_step() -> None:
-    state = prompt(10)
-    done = completed(state, step(new={"r": (0, [[1, 2], [7]], 10)}))
-    assert done == [[[1, 2], [7]]]
-    assert completed(state, step(cached={"r": (10, None, 1)})) == []
-
-
-def test_a_prompt_in_pieces_gathers_its_blocks() -> None:
-    state = prompt(10)
-    assert completed(state, step(new={"r": (0, [[1]], 4)})) == []
-    assert completed(state, step(cached={"r": (4, [[5]], 4)})) == []
-    done = completed(state, step(cached={"r": (8, [[3]], 2)}))
-    assert done == [[[1, 5, 3]]]
-
-
-def test_a_preempted_prompt_begins_anew() -> None:
-    state = prompt(6)
-    assert completed(state, step(new={"r": (0, [[1]], 4)})) == []
-    again = step(cached={"r": (0, [[8, 9]], 6)}, resumed=("r",))
-    assert completed(state, again) == [[[8, 9]]]
-
-
-def test_a_prompt_that_is_listed_as_new_again_begins_anew() -> None:
-    state = prompt(6)
-    assert completed(state, step(new={"r": (0, [[1]], 4)})) == []
-    assert completed(state, step(new={"r": (0, [[8, 9]], 6)})) == [[[8, 9]]]
-
-
-@pytest.mark.parametrize("how", ["new", "cached"])
-def test_a_step_without_tokens_of_a_prompt_does_not_complete_it(how: str) -> None:
-    state = prompt(6)
-    made: Any = step(**{how: {"r": (5, [[1]], 0)}})
-    made.num_scheduled_tokens = {}
-    assert completed(state, made) == []
+@pytest.mark.parametrize(
+    ("steps", "resumed", "blocks"),
+    [
+        ([(NEW, 0, [[1, 2], [7]], 10), (CACHED, 10, [[], []], 1)], (), [[1, 2], [7]]),
+        ([(NEW, 0, [[1]], 4), (CACHED, 4, [[5]], 4), (CACHED, 8, [[3]], 2)], (), [[1, 5, 3]]),
+        ([(NEW, 0, [[1]], 4), (CACHED, 0, [[8, 9]], 10)], ("r",), [[8, 9]]),  # preempted
+        ([(NEW, 0, [[1]], 4), (NEW, 0, [[8, 9]], 10)], (), [[8, 9]]),
+        ([(NEW, 9, [[1]], 0)], (), None),
+        ([(CACHED, 9, [[1]], 0)], (), None),
+    ],
+)
+def test_the_step_that_computes_the_last_token_completes_a_prompt_once(
+    steps: Steps, resumed: tuple[str, ...], blocks: list[list[int]] | None
+) -> None:
+    request: Any = SimpleNamespace(request_id="r", num_prompt_tokens=10)
+    state, found = PrefillState(request), list[list[list[int]]]()
+    for how, begin, block_ids, count in steps:
+        again = resumed if how == CACHED else ()
+        made: Any = step(**{how: {"r": (begin, block_ids, count)}}, resumed=again)
+        made.num_scheduled_tokens = {"r": count} if count else {}
+        for progress in progress_in(made):
+            if completes(state, progress):
+                found.append([[*group] for group in state.block_ids])
+    assert found == ([blocks] if blocks else [])

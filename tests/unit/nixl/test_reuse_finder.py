@@ -110,16 +110,6 @@ def test_a_long_prompt_is_one_question(make: Any, serve: Any) -> None:
     assert len(make().find("r", [*hashes, *hashes], port).block_ids) == 15
 
 
-def test_many_requests_share_a_channel(make: Any, serve: Any) -> None:
-    port, table = serve()
-    table.offer(NAMES[:6], range(1, 7))
-    finder = make()
-    for number in range(1, 6):
-        finder.asks.search(f"r{number}", NAMES[:number], [(HOST, port)])
-    found = [finder.answer(f"r{number}").block_ids for number in range(1, 6)]
-    assert found == [list(range(1, number + 1)) for number in range(1, 6)]
-
-
 @pytest.mark.parametrize(
     ("server", "own"),
     [
@@ -161,18 +151,6 @@ def test_who_is_not_there_is_no_reason_to_wait(make: Any, serve: Any) -> None:
     port, table = serve()
     table.offer(NAMES[:3], [5, 2, 7])
     assert len(make().find("r", NAMES, free_port(HOST), port).block_ids) == 3
-
-
-def test_an_engine_that_comes_back_is_asked_over_a_new_connection(make: Any) -> None:
-    port = free_port(HOST)
-    finder = make()
-    for _ in range(2):
-        server, table = start(port)
-        table.offer(NAMES[:3], [5, 2, 7])
-        try:
-            assert len(finder.find("r", NAMES, port).block_ids) == 3
-        finally:
-            server.close()
 
 
 def test_side_channels_of_the_past_are_forgotten(

@@ -204,9 +204,3 @@ def test_a_side_channel_that_closes_fails_what_waits_and_leaves_what_has_its_ans
     assert isinstance(wait_for(lambda: asker.answer("d2")), CommextError)
     assert isinstance(asker.answer("d1"), TransferParams)
     wait_for(lambda: not asker._waiters)
-
-
-def test_a_client_that_was_asked_nothing_closes_twice() -> None:
-    client = ClientThread(None)
-    client.close()
-    client.close()
