@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_commext.nixl.metadata import WorkerMetadata
-from vllm_commext.nixl.recorder import Ends, FailedLoad
+from vllm_commext.nixl.requests import FailedLoad
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -125,11 +125,11 @@ class Worker:
         ended, self.loads = self.loads, []
         failed = {load.request_id for load in ended if self.fails(load.request_id)}
         unread = {load.request_id for load in ended if load.recomputes} & failed
-        ends = Ends({name: FailedLoad("transfer", self.num_read) for name in failed})
+        ends = {name: FailedLoad("transfer", self.num_read) for name in failed}
         return KVConnectorOutput(
             finished_sending=sent,
             finished_recving={load.request_id for load in ended},
-            kv_connector_worker_meta=WorkerMetadata(unread=unread, ends=ends) if failed else None,
+            kv_connector_worker_meta=WorkerMetadata(unread=unread, failed=ends) if failed else None,
             failed_recving=failed - unread,
         )
 

@@ -20,7 +20,7 @@ from tests.contract.scheduler_engine import (
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import first_nonces
-from vllm_commext.nixl.requests import Hold
+from vllm_commext.nixl.requests import FailedLoad, Hold
 
 MakeEngine = Callable[..., Engine]
 NUM_SLOTS = 64  # fewer than an engine has: all are to be taken twice
@@ -155,9 +155,14 @@ def test_a_load_that_ended_in_the_same_step_is_not_given_up(make_engine: MakeEng
 
 
 def test_metadata_of_two_workers_adds_up() -> None:
-    first = WorkerMetadata(late={"a"}, settled={"b": 1})
-    total = first.aggregate(WorkerMetadata(late={"a", "c"}, settled={"b": 1, "d": 1}))
-    assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1})
+    """The first reason of a request stays, and what all have read."""
+    bad = {"x": FailedLoad("timeout", 32), "y": FailedLoad("request", 8)}
+    first = WorkerMetadata(late={"a"}, settled={"b": 1}, failed={"x": bad["x"]}, expired={"e"})
+    other = {**bad, "x": FailedLoad("transfer", 16)}
+    more = WorkerMetadata(late={"a", "c"}, settled={"b": 1, "d": 1}, failed=other, expired={"f"})
+    total = first.aggregate(more)
+    ended = {"failed": {**bad, "x": FailedLoad("timeout", 16)}, "expired": {"e", "f"}}
+    assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1}, **ended)
 
 
 def test_a_state_is_handed_over_one_token_early(make_engine: MakeEngine) -> None:

@@ -27,7 +27,7 @@ from vllm_commext.nixl.geometry.layout import (
     Group,
 )
 from vllm_commext.nixl.metadata import HandshakeMetadata, WorkerMetadata
-from vllm_commext.nixl.recorder import Ends, FailedLoad
+from vllm_commext.nixl.requests import FailedLoad
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import endpoint
@@ -105,7 +105,8 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
             finished_sending={"read", "late"},
             finished_recving={"good", "bad"},
             kv_connector_worker_meta=WorkerMetadata(
-                ends=Ends({"bad": FailedLoad("timeout" if rank == 0 else "transfer")}, {"late"})
+                failed={"bad": FailedLoad("timeout" if rank == 0 else "transfer")},
+                expired={"late"},
             ),
         )
         idle = KVConnectorOutput()

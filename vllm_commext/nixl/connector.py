@@ -306,7 +306,7 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(
             finished_sending=outcomes.sent,
             finished_recving=outcomes.received,
-            failed_recving=outcomes.failed,
+            failed_recving=outcomes.failed.keys() - self.worker_side.unread,
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

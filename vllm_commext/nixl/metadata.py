@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_commext.anonymous_memory import Offer
-from vllm_commext.nixl.recorder import Ends
-from vllm_commext.nixl.requests import Chunk, Hold, Load, Restart, Wait
+from vllm_commext.nixl.requests import Chunk, FailedLoad, Hold, Load, Restart, Wait
 
 
 @dataclass
@@ -55,7 +54,8 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step where there is something to say.
+    """Workers to scheduler, once a step where there is something to say.  A request that does not
+    end as it should is one event, whatever the number of ranks: the scheduler side counts it once.
 
     Attributes:
         settled: given-up loads, each with the number of workers on which nothing of it is under
@@ -66,7 +66,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     late: set[str] = field(default_factory=set)
     settled: dict[str, int] = field(default_factory=dict)
-    ends: Ends = field(default_factory=Ends)
+    failed: dict[str, FailedLoad] = field(default_factory=dict[str, FailedLoad])
+    expired: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     gauges: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -75,7 +76,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
             raise TypeError(f"expected WorkerMetadata, got {type(other).__name__}")
         self.late |= other.late
         self.unread |= other.unread
-        self.ends.add(other.ends)
+        self.expired |= other.expired
+        for request_id, one in other.failed.items():
+            known = self.failed.get(request_id, one)
+            self.failed[request_id] = FailedLoad(known.reason, min(known.num_read, one.num_read))
         self.gauges.update(other.gauges)
         for request_id, count in other.settled.items():
             self.settled[request_id] = self.settled.get(request_id, 0) + count

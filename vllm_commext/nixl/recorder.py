@@ -1,14 +1,9 @@
-"""Counts and timings of one worker's transfers since they were last taken; safe for threads.
-
-What happens to a request on each rank, its load's failure or its lease's end, is one event: a
-worker notes it by request (``Ends``), and the scheduler side counts it once, when the last rank is
-done."""
+"""Counts and timings of one worker's transfers since they were last taken; safe for threads."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 FAILURE_REASONS = (
     *("configuration", "expired", "handshake", "internal", "request", "timeout", "transfer"),
@@ -52,33 +47,6 @@ COUNTERS = {
 }
 
 
-class FailedLoad(NamedTuple):
-    """One of ``FAILURE_REASONS``, and how many of the prompt's first tokens are here all the
-    same."""
-
-    reason: str
-    num_read: int = 0
-
-
-@dataclass
-class Ends:
-    """A worker's requests that ended otherwise than they should."""
-
-    failed: dict[str, FailedLoad] = field(default_factory=dict[str, FailedLoad])
-    expired: set[str] = field(default_factory=set[str])
-
-    def __bool__(self) -> bool:
-        return bool(self.failed or self.expired)
-
-    def add(self, other: Ends) -> None:
-        """Another worker's or step's; the first reason of a request stays, and what all have
-        read."""
-        for request_id, one in other.failed.items():
-            known = self.failed.get(request_id, one)
-            self.failed[request_id] = FailedLoad(known.reason, min(known.num_read, one.num_read))
-        self.expired |= other.expired
-
-
 def empty_data() -> dict[str, Any]:
     """A record of nothing; plain values, so that it can cross processes.
 
@@ -114,7 +82,6 @@ class TransferRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty_data()
-        self._ends = Ends()
         self._gauges: dict[str, dict[str, float]] = {}
         self._has_new_gauges = False
 
@@ -149,19 +116,6 @@ class TransferRecorder:
         with self._lock:
             counts = self._data[name]
             counts[str(reason)] = counts.get(str(reason), 0) + 1
-
-    def note_failure(self, request_id: str, reason: str, num_read: int = 0) -> None:
-        with self._lock:
-            self._ends.failed.setdefault(request_id, FailedLoad(reason, num_read))
-
-    def note_expired(self, request_id: str) -> None:
-        with self._lock:
-            self._ends.expired.add(request_id)
-
-    def take_ends(self) -> Ends:
-        with self._lock:
-            taken, self._ends = self._ends, Ends()
-        return taken
 
     def take(self) -> dict[str, Any] | None:
         with self._lock:

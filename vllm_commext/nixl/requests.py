@@ -147,17 +147,28 @@ class Restart:
     nonce: int
 
 
+class FailedLoad(NamedTuple):
+    """One of ``recorder.FAILURE_REASONS``, and how many of the prompt's first tokens are here all
+    the same."""
+
+    reason: str
+    num_read: int = 0
+
+
 @dataclass
 class Outcomes:
     """Request ids whose transfers ended on a worker since the last call.
 
     Attributes:
+        failed: those of the received ones.
+        expired: those of the sent ones whose leases have run out.
         late: loads past their deadline that are still under way.
     """
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, FailedLoad] = field(default_factory=dict[str, FailedLoad])
+    expired: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
     settled: set[str] = field(default_factory=set)
 
@@ -175,17 +186,16 @@ class CompletionQueue:
         self._outcomes = Outcomes()
         self._log = RateLimitedLog()
 
-    def received(self, request_id: str, *, failed: bool) -> None:
-        self.note(request_id, *(("received", "failed") if failed else ("received",)))
-
     def take(self) -> Outcomes:
         with self._lock:
             taken, self._outcomes = self._outcomes, Outcomes()
         return taken
 
-    def note(self, request_id: str, *kinds: str) -> None:
+    def note(self, request_id: str, *kinds: str, failure: FailedLoad | None = None) -> None:
         with self._lock:
             is_first = self._outcomes == Outcomes()
+            if failure is not None:
+                self._outcomes.failed[request_id] = failure
             for kind in kinds:
                 getattr(self._outcomes, kind).add(request_id)
         if not is_first:

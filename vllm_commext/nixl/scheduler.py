@@ -195,7 +195,7 @@ class SchedulerSide:
         for source, values in told.gauges.items():
             self.engine.recorder.gauges(source, values)
         self.prompts.note_outcomes(received, told)
-        self._prefills.note_outcomes(sent, told.ends.expired)
+        self._prefills.note_outcomes(sent, told.expired)
 
     def _refuse_role(self, request: Request, asked: str, role: str) -> None:
         self._log.warning(

@@ -96,7 +96,7 @@ class WorkerSide:
         self._last_blocks: LastBlocks | None = None
         self._loads: dict[str, Load] = {}
         self._outcomes = Outcomes()
-        self._unread: set[str] = set()
+        self.unread: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         self._pipeline.check_caches(len(caches))
@@ -191,16 +191,15 @@ class WorkerSide:
             thread.submit(GiveUp(request_id))
 
     def take_outcomes(self) -> Outcomes:
-        """Late and settled loads are kept for ``take_metadata``."""
+        """They are kept for ``take_metadata``; ``unread`` ones of the failed are not for vLLM."""
         outcomes = self._outcomes = self._require_thread().outcomes.take()
         if self._host is not None:
-            for request_id in outcomes.received - outcomes.failed:
+            for request_id in outcomes.received - outcomes.failed.keys():
                 if request_id in self._loads:
                     blocks = self._loads[request_id].blocks
                     self._host.restore([one.block_ids for one in blocks])
         failed = (name for name in outcomes.failed if name in self._loads)
-        self._unread = {name for name in failed if self._loads[name].recomputes}
-        outcomes.failed -= self._unread
+        self.unread = {name for name in failed if self._loads[name].recomputes}
         return outcomes
 
     def save(self, step: StepMetadata) -> None:
@@ -214,14 +213,13 @@ class WorkerSide:
 
     def take_metadata(self) -> WorkerMetadata | None:
         outcomes, self._outcomes = self._outcomes, Outcomes()
-        unread, self._unread = self._unread, set()
+        unread, self.unread = self.unread, set()
         for request_id in outcomes.received:
             self._loads.pop(request_id, None)
-        ends, gauges = self.recorder.take_ends(), self.recorder.take_gauges()
-        if not (outcomes.late or outcomes.settled or ends or unread or gauges):
-            return None
         settled = dict.fromkeys(outcomes.settled, 1)
-        return WorkerMetadata(outcomes.late, settled, ends, unread, gauges)
+        ends, gauges = (outcomes.failed, outcomes.expired), self.recorder.take_gauges()
+        told = WorkerMetadata(outcomes.late, settled, *ends, unread, gauges)
+        return None if told == WorkerMetadata() else told
 
     def close(self) -> None:
         if self._thread is not None:

@@ -33,7 +33,7 @@ from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.mapped import Mapper
 from vllm_commext.nixl.prefill.fence import GenerationTable
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
-from vllm_commext.nixl.recorder import Ends, TransferRecorder, empty_data, merge
+from vllm_commext.nixl.recorder import TransferRecorder, empty_data, merge
 from vllm_commext.nixl.requests import Load, Outcomes, RemoteRequest
 from vllm_commext.nixl.stream.progress import ProgressTable, Publisher, WorkerTables
 from vllm_commext.nixl.transfer_thread import TransferThread
@@ -97,12 +97,12 @@ def memory_of(seed: int, num_layers: int, num_blocks: int, stride_bytes: int) ->
     ]
 
 
-def counted(ends: Ends) -> dict[str, Any]:
+def counted(ended: Outcomes) -> dict[str, Any]:
     """What an engine of this one rank counts of requests that did not end as they should."""
     return {
-        "failures": Counter(one.reason for one in ends.failed.values()),
-        "num_read": {name: one.num_read for name, one in ends.failed.items()},
-        "expired_requests": len(ends.expired),
+        "failures": Counter(one.reason for one in ended.failed.values()),
+        "num_read": {name: one.num_read for name, one in ended.failed.items()},
+        "expired_requests": len(ended.expired),
     }
 
 
@@ -142,6 +142,7 @@ class Worker:
             )
         )
         self.recorder, self.outcomes = TransferRecorder(), Outcomes()
+        self.outcomes.failed = set()  # names alone
         self.recorded = {**empty_data(), "num_read": {}}
         self.publisher = (
             Publisher(progress, self.tables.fences, is_on_device=False) if progress else None
@@ -156,11 +157,11 @@ class Worker:
         """Everything that has ended so far; what is reported twice is an error."""
         new = self.thread.outcomes.take()
         for name in ("sent", "received", "failed", "late", "settled"):
-            seen, more = getattr(self.outcomes, name), getattr(new, name)
+            seen, more = getattr(self.outcomes, name), set(getattr(new, name))
             assert not seen & more, f"{name} reported twice: {seen & more}"
             seen |= more
         merge(self.recorded, self.recorder.take() or {})
-        merge(self.recorded, counted(self.recorder.take_ends()))
+        merge(self.recorded, counted(new))
         return self.outcomes
 
 

@@ -83,7 +83,7 @@ Events = list[str]
 def watched(decode: Any, events: Events, num_turns: int) -> None:
     """Have a measurement of so many turns noted, with all reads that begin and all that end."""
     loader = decode.thread._loader
-    post, received = loader._reads.post, loader._outcomes.received
+    post, note = loader._reads.post, loader._outcomes.note
 
     def measure(link: Link) -> Generator[None]:
         for _ in range(num_turns):
@@ -94,13 +94,13 @@ def watched(decode: Any, events: Events, num_turns: int) -> None:
         events.append("read")
         post(*args)
 
-    def note_received(request_id: str, *, failed: bool) -> None:
+    def note_end(*args: Any, **failure: Any) -> None:
         events.append("end")
-        received(request_id, failed=failed)
+        note(*args, **failure)
 
     loader._probe = measure
     loader._reads.post = note_post
-    loader._outcomes.received = note_received
+    loader._outcomes.note = note_end
 
 
 def test_the_first_request_does_not_wait_for_the_measurement(make_engine: MakeEngine) -> None:

@@ -10,8 +10,6 @@ from tests.kit.examples import examples
 from vllm_commext.nixl.first_token import FirstToken
 from vllm_commext.nixl.recorder import (
     FAILURE_REASONS,
-    Ends,
-    FailedLoad,
     TransferRecorder,
     empty_data,
     is_empty,
@@ -68,26 +66,6 @@ def test_everything_recorded_is_taken_once() -> None:
         "first_tokens": {"prefill": 2, "seeded": 1},
     }
     assert recorder.take() is None
-
-
-def test_ends_are_noted_by_request_and_taken_once() -> None:
-    recorder = TransferRecorder()
-    assert not recorder.take_ends()
-    recorder.note_failure("a", "timeout", 32)
-    recorder.note_failure("a", "transfer", 16)
-    recorder.note_expired("b")
-    recorder.note_expired("b")
-    assert recorder.take() is None
-    total = recorder.take_ends()
-    assert total == Ends({"a": FailedLoad("timeout", 32)}, {"b"})
-    assert recorder.take_ends() == Ends()
-    others = {"a": FailedLoad("expired", 48), "c": FailedLoad("request", 8)}
-    total.add(Ends(others, {"b", "d"}))
-    assert total == Ends(
-        {"a": FailedLoad("timeout", 32), "c": FailedLoad("request", 8)}, {"b", "d"}
-    )
-    total.add(Ends({"a": FailedLoad("transfer", 16), "c": FailedLoad("request")}))
-    assert total.failed == {"a": FailedLoad("timeout", 16), "c": FailedLoad("request", 0)}
 
 
 def test_all_gauges_are_taken_where_one_has_changed() -> None:

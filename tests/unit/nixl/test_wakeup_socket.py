@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.nixl import wakeup as module
-from vllm_commext.nixl.requests import CompletionQueue
+from vllm_commext.nixl.requests import CompletionQueue, FailedLoad
 from vllm_commext.nixl.wakeup import WakeupSocket, notifier
 
 BOUND_SECONDS = 30.0
@@ -206,9 +206,9 @@ def test_the_box_rings_once_until_it_is_emptied() -> None:
     completions = CompletionQueue()
     completions.on_first = lambda: notifications.append(1)
     completions.note("a", "sent")
-    completions.received("b", failed=True)
+    completions.note("b", "received", failure=FailedLoad("timeout"))
     assert len(notifications) == 1
-    assert completions.take().failed == {"b"}
+    assert completions.take().failed == {"b": FailedLoad("timeout")}
     completions.note("c", "late")
     assert len(notifications) == 2
     assert completions.take().late == {"c"}

@@ -279,7 +279,7 @@ class RemotePrompts:
     def note_outcomes(self, received: Iterable[str], worker: WorkerMetadata) -> None:
         """Loads ended or are late on the workers; ``received`` holds what has ended on all of them:
         each request is counted once."""
-        for request_id, (reason, num_read) in worker.ends.failed.items():
+        for request_id, (reason, num_read) in worker.failed.items():
             if (state := self.quarantine.find(request_id)) is not None:
                 state.num_read = min(state.num_read, num_read) if state.failure else num_read
                 state.failure = state.failure or reason  # the first one of all ranks

@@ -27,7 +27,14 @@ from vllm_commext.nixl.decode.transfers import (
 )
 from vllm_commext.nixl.log import RateLimitedLog, logger
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.requests import CompletionQueue, Load, PeerKey, RemoteRequest, Wait
+from vllm_commext.nixl.requests import (
+    CompletionQueue,
+    FailedLoad,
+    Load,
+    PeerKey,
+    RemoteRequest,
+    Wait,
+)
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.messages import Released, short_id
@@ -235,12 +242,13 @@ class Uses:
     def report(self, load: Load, failure: Failure | None, num_read: int = 0) -> None:
         if not load.awaited:
             return
-        if failure is not None:  # before the outcome, with which others look for both
-            try:
-                self._explain(load, failure, num_read)
-            except Exception as error:  # noqa: BLE001 nothing depends on it
-                self._log.warning("failure", f"an error in the connector's own code: {error!r}")
-        self._outcomes.received(load.request_id, failed=failure is not None)
+        ended = None
+        try:
+            if failure is not None:  # its line comes before the outcome that it explains
+                ended = FailedLoad(failure.reason, num_read if failure.reason in LOST else 0)
+                self._explain(load, failure, ended.num_read)
+        finally:
+            self._outcomes.note(load.request_id, "received", failure=ended)
 
     def _use(self, prefill: RemotePrefill, request_id: str) -> Use:
         known = self._uses.get(request_id)
@@ -305,9 +313,7 @@ class Uses:
         return ""
 
     def _explain(self, load: Load, failure: Failure, num_read: int) -> None:
-        num_read = num_read if failure.reason in LOST else 0
         brought = f"; {num_read} of {load.num_tokens} tokens are here" if num_read else ""
-        self._recorder.note_failure(load.request_id, failure.reason, num_read)
         self._log.warning(
             failure.reason,
             f"request {load.request_id} of decode engine {self._local.engine_id!r}: "

@@ -240,13 +240,6 @@ class LeaseManager:
                 continue
             self._unsent.remove(name)
             del self._holds[name]
-            if name in self._expired:
-                self._expired.discard(name)
-                self._note_expired(hold.request_id)
-            self._outcomes.note(hold.request_id, "sent")
-
-    def _note_expired(self, request_id: str) -> None:
-        try:
-            self._recorder.note_expired(request_id)
-        except Exception:  # noqa: BLE001 nothing depends on it
-            self._log.exception("report", f"request {request_id}: its expiry was not counted")
+            kinds = ("sent", "expired") if name in self._expired else ("sent",)
+            self._expired.discard(name)
+            self._outcomes.note(hold.request_id, *kinds)
