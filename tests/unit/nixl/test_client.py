@@ -16,6 +16,7 @@ from vllm_commext.nixl.wire import client as module
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import (
     CHECK_SECONDS,
+    NO_BACK_OFF,
     BackOff,
     SideChannel,
     SideChannelClient,
@@ -224,6 +225,17 @@ def test_waits_after_failures_grow_and_an_answer_ends_them(asked: Asked) -> None
     asked.poll()
     asked.poll(after=1.0)
     assert asked.channel.retry_at == asked.now + 8.0
+
+
+def test_without_a_back_off_it_is_asked_again_at_once(asked: Asked) -> None:
+    asked.channel = SideChannel(asked.client, ADDRESS, NO_BACK_OFF)
+    asked.ask(seconds=1.0)
+    asked.poll()
+    asked.poll(after=1.0)
+    asked.take()
+    asked.ask()
+    asked.poll()
+    assert len(asked.connections) == 2
 
 
 def test_a_connection_that_ends_while_nothing_is_asked_costs_no_question(asked: Asked) -> None:

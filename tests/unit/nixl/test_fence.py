@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,14 @@ def test_nonces_differ_between_slots_uses_and_starts() -> None:
             following = [next_nonce(key, slot, int(nonce)) for slot, nonce in enumerate(nonces)]
             nonces = np.array(following, dtype=np.uint64)
     assert len(seen) == 2 * 20 * 1000
+
+
+@pytest.mark.parametrize("change", [0, 1, KEY_BYTES - 1])
+def test_every_byte_of_the_key_counts(change: int) -> None:
+    other = bytearray(KEY)
+    other[change] ^= 1
+    assert not (first_nonces(KEY) == first_nonces(bytes(other))).any()
+    assert next_nonce(KEY, 3, 5) != next_nonce(bytes(other), 3, 5)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.lists(st.integers(0, 2), max_size=80))

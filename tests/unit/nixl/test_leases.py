@@ -165,6 +165,15 @@ def test_a_lease_may_be_longer_than_the_age_up_to_which_heartbeats_extend_it() -
     assert ledger.expire(5.0, EARLY_SECONDS) == {"r": 5.0}
 
 
+def test_a_heartbeat_that_comes_again_or_late_is_ignored() -> None:
+    ledger = LeaseLedger()
+    ledger.hold("r", 0.0, 5.0)
+    beats = [("s", 3), ("s", 3), ("s", 2), ("s", 4), ("after a restart", 1)]
+    taken = [ledger.extend("r", beat_of("d/0", *one), 1.0) for one in beats]
+    assert taken == [True, False, False, True, True]
+    assert ledger.take_counts() == {"heartbeats": 3, "ignored_heartbeats": 2}
+
+
 def test_a_dropped_lease_ends_once_whoever_has_released_it() -> None:
     ledger = LeaseLedger()
     assert not ledger.drop("r")
