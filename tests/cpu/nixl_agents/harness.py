@@ -356,6 +356,12 @@ def assert_works(decode: Any, prefill: Any, request_id: str = "works") -> None:
     assert same(decode.memory, expected)
 
 
+def states(decode: Any) -> dict[str, int]:
+    """Peers by state, without the states that none is in."""
+    counts = decode.thread._loader._peers.count_states()
+    return {state: count for state, count in counts.items() if count}
+
+
 def wait_for_back_off(decode: Any) -> None:
     """Wait until every peer that could not be asked may be asked again."""
     peers = decode.thread._loader._peers._peers

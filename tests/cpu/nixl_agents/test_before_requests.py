@@ -13,6 +13,7 @@ from tests.cpu.nixl_agents.harness import (
     SlowReads,
     assert_works,
     load_of,
+    states,
     wait_until,
 )
 from tests.kit.servers import free_port
@@ -23,12 +24,6 @@ from vllm_commext.nixl.transport import probe
 
 MakeEngine = Callable[..., Any]
 Lines = pytest.LogCaptureFixture
-
-
-def states(decode: Any) -> dict[str, int]:
-    """Peers by state, without the states that none is in."""
-    counts = decode.thread._loader._peers.count_states()
-    return {state: count for state, count in counts.items() if count}
 
 
 def test_its_workers_are_those_that_requests_will_name(make_engine: MakeEngine) -> None:

@@ -17,6 +17,7 @@ from tests.cpu.nixl_agents.harness import (
     assert_works,
     load_of,
     num_sockets,
+    states,
     wait_until,
 )
 from tests.cpu.nixl_agents.ranks import PeerProcess
@@ -31,12 +32,6 @@ pytestmark = pytest.mark.timeout(600)
 
 MakeEngine = Callable[..., Any]
 Lines = pytest.LogCaptureFixture
-
-
-def states(decode: Any) -> dict[str, int]:
-    """Peers by state, without the states that none is in."""
-    counts = decode.thread._loader._peers.count_states()
-    return {state: count for state, count in counts.items() if count}
 
 
 def test_a_read_from_a_killed_peer_is_given_up_where_nixl_says_nothing(

@@ -20,7 +20,6 @@ Shapes = tuple[tuple[int, int], tuple[int, int]]
 
 
 def fits(num_units: int, tp_size: int) -> bool:
-    """Whether vLLM deals so many units out to so many ranks."""
     return num_units % tp_size == 0 or tp_size % num_units == 0
 
 

@@ -51,7 +51,6 @@ class Case:
         return nothing_held(self.decode, 1, rank)
 
     def wanted(self, rank: int, request: Request) -> Held:
-        """What the request's read should bring to a decode rank."""
         return held(self.decode, rank, request.number, request.local, request.num_tokens)
 
     def allowed(self, request: Request) -> Int64Array:
@@ -102,7 +101,6 @@ def case_of(
 def _counts(
     model: Model, engine: Engine, firsts: Sequence[int], num_tokens: int
 ) -> list[tuple[int, int]]:
-    """(first, end) positions of a request in each group."""
     ends = (-(-num_tokens // size) for size in engine.block_sizes)
     return [
         (end - 1, end) if group.kind == "state" else (first, end)
@@ -120,7 +118,6 @@ def _deal(
 
 
 def random_span(model: Model, prefill: Engine, decode: Engine, dice: random.Random) -> Span:
-    """Lengths, hits and windows of a request."""
     num_remote_tokens = dice.randint(1, 24)
     num_tokens = num_remote_tokens
     if not any(group.kind == "state" for group in model) and dice.random() < 0.5:

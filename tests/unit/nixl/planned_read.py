@@ -33,14 +33,12 @@ class Arrived:
 
 
 def load_blocks(request: Request) -> list[Blocks]:
-    """The request's blocks that are to be filled."""
     return [Blocks(table.first, table.block_ids) for table in request.local]
 
 
 def pairs_of(
     local: CacheLayout, remote: CacheLayout, request: Request
 ) -> tuple[Pairs, list[UInt64Array]]:
-    """Descriptor pairs of a request, and the expanded lists of both sides."""
     plan = plan_read(local, remote, local_device=0, remote_device=0)
     pairs = plan.pairs(
         load_blocks(request),

@@ -17,7 +17,6 @@ class Attention:
     """An attention layer's cache.
 
     Attributes:
-        num_heads: KV heads of the whole model.
         token_bytes: bytes of a token in one head of one plane.
         num_planes: 2 where keys and values lie apart.
         latent: every rank holds all heads.
@@ -41,10 +40,8 @@ class State:
         head_dim: channels of a head.
         num_groups: groups of B and C in "mamba2", heads of queries and keys in "gdn".
         state_size: channels of one of these, and columns of the recurrent state.
-        length: positions of the convolution.
         conv_item: bytes of an element of the convolution.
         ssm_item: the same of the recurrent state.
-        replicated: every rank holds everything.
     """
 
     kind: str
@@ -87,8 +84,6 @@ class Engine:
     """How one engine keeps the caches of a model.
 
     Attributes:
-        tp_size: tensor-parallel ranks.
-        num_blocks: blocks of the cache manager.
         block_sizes: tokens of a block, a group at a time.
         rows_per_block: kernel blocks in a block, a group at a time.
         order: dimensions from the outermost: layers, blocks, heads, tokens (N), content.
@@ -142,14 +137,7 @@ class Region:
 
 
 class Cache:
-    """The memory of each rank of an engine.
-
-    Attributes:
-        model: the groups.
-        engine: how it keeps them.
-        regions: where each layer lies.
-        num_bytes: bytes of a rank's memory.
-    """
+    """The memory of each rank of an engine."""
 
     def __init__(self, model: Sequence[Group], engine: Engine) -> None:
         self.model = model
@@ -167,11 +155,9 @@ class Cache:
         return f"Cache({self.model!r}, {self.engine!r})"
 
     def num_units(self, num_units: int, everywhere: bool = False) -> int:
-        """Units that one rank holds."""
         return len(units_held(num_units, self.engine.tp_size, 0, everywhere))
 
     def row_tokens(self, group: int) -> int:
-        """Tokens of a kernel block."""
         return self.engine.block_sizes[group] // self.engine.rows_per_block[group]
 
     def row_heads(self, layer: Attention) -> int:
@@ -179,13 +165,11 @@ class Cache:
         return layer.num_planes * self.num_units(layer.num_heads, layer.latent)
 
     def num_channels(self, layer: State) -> int:
-        """Channels of a rank's convolution."""
         return sum(
             self.num_units(units, layer.replicated) * size for _, units, size in layer.projections
         )
 
     def block_bytes(self, group: int, layer: Attention | State) -> int:
-        """Bytes of a block, without padding."""
         if isinstance(layer, Attention):
             tokens = self.engine.block_sizes[group]
             return self.row_heads(layer) * tokens * layer.token_bytes

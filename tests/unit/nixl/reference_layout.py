@@ -36,7 +36,6 @@ def describe(cache: Cache, rank: int, address: int = 1 << 20) -> CacheLayout:
 
 
 def geometry_of(cache: Cache, region: Region) -> Geometry:
-    """The geometry of a layer on every rank."""
     if isinstance(region.layer, State):
         parts = state_parts(
             region.layer.kind,
@@ -69,7 +68,6 @@ def _attention(cache: Cache, region: Region, layer: Attention) -> AttentionGeome
 
 
 def tensors_of(cache: Cache, layer: State) -> list[StateTensor]:
-    """A rank's tensors of a state, as vLLM describes them."""
     shape = (cache.num_channels(layer), layer.length)
     conv = StateTensor(
         shape if cache.engine.dim_first else shape[::-1], layer.conv_item, DTYPES[layer.conv_item]

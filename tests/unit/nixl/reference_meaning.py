@@ -131,7 +131,6 @@ def _tags(
 
 
 def nothing_held(cache: Cache, side: int, rank: int) -> Int64Array:
-    """A rank's memory before anything is put there."""
     return -1 - ((side * 64 + rank) << 32) - np.arange(cache.num_bytes, dtype=np.int64)
 
 

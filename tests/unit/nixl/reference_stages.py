@@ -13,7 +13,6 @@ Stages = list[list[str]]
 
 
 def names_of(cache: Cache) -> list[str]:
-    """All of its layers."""
     return [region.name for region in cache.regions]
 
 

@@ -177,10 +177,6 @@ class ProgressTable:
         )
         self._lock = threading.Lock()
 
-    @property
-    def is_in_use(self) -> bool:
-        return bool((self.headers[:, 1] != ENDED).any())
-
     def begin(self, row: int, nonce: int) -> None:
         """A request gets a row: its tag is its first nonce.  Safe to repeat."""
         if int(self.headers[row, 0]) != nonce:
