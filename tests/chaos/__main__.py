@@ -14,11 +14,9 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from tests.chaos.load import MAX_TOKENS
 from tests.chaos.report import as_markdown, failures
-from tests.chaos.scenario import Scenario, run
-from tests.chaos.schedule import KINDS
-from tests.chaos.testbed import BOUND_SECONDS
+from tests.chaos.scenario import run
+from tests.chaos.schedule import BOUND_SECONDS, KINDS, MAX_TOKENS, Scenario
 from tests.kit.forked import forking
 from tests.kit.served import SERVED
 
@@ -26,10 +24,12 @@ from tests.kit.served import SERVED
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--faults", type=int, default=104)
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
+    parser.add_argument("--requests", dest="num_requests", type=int, default=2000)
+    parser.add_argument("--faults", dest="num_faults", type=int, default=104)
+    parser.add_argument("--clients", dest="num_clients", type=int, default=3)
+    parser.add_argument(
+        "--kinds", type=lambda text: tuple(text.split(",")), default=tuple(KINDS), help="by commas"
+    )
     parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
     parser.add_argument(
         "--spares",
@@ -50,13 +50,8 @@ def parser() -> argparse.ArgumentParser:
         "--talks", action="store_true", help="chats, messages, responses and tool calls, too"
     )
     parser.add_argument(
-        "--gpus",
-        nargs=2,
-        default=(),
-        metavar=("P", "D"),
-        help="the GPU of each role, with the prefill engine's memory mapped; default: CPUs",
+        "--no-namespaces", dest="namespaces", action="store_false", help="stay on loopback"
     )
-    parser.add_argument("--no-namespaces", action="store_true", help="stay on loopback")
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -77,36 +72,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = parser().parse_args()
-    folder = args.out.with_name(args.out.name + ".logs")
+    options = vars(parser().parse_args())
+    out, served = options.pop("out"), SERVED[options.pop("serve")]
+    folder = out.with_name(out.name + ".logs")
     folder.mkdir(parents=True, exist_ok=True)
-    served = SERVED[args.serve]
     model = served.write(folder, "float32")
-    scenario = Scenario(
-        args.seed,
-        args.requests,
-        args.faults,
-        tuple(args.kinds.split(",")),
-        num_clients=args.clients,
-        namespaces=not args.no_namespaces,
-        policy=args.policy,
-        spares=args.spares,
-        streams=args.streams,
-        reuse=args.reuse,
-        adaptive=args.adaptive,
-        talks=args.talks,
-        gpus=tuple(args.gpus),
-        args=tuple(served.gpu_options(model) if args.gpus else served.cpu_options(model)),
-        proxy_args=tuple(args.proxy_args),
-        max_tokens=args.max_tokens,
-        name=served.name,
-        bound_seconds=args.bound_seconds,
-        max_seconds=args.max_seconds,
-    )
+    scenario = Scenario(**options, args=tuple(served.cpu_options(model)), name=served.name)
     with forking() if scenario.aimed else nullcontext():
         record = run(scenario, model, folder, lambda line: print(line, flush=True))
     report = as_markdown(record)
-    args.out.with_suffix(".md").write_text(report + "\n")
+    out.with_suffix(".md").write_text(report + "\n")
     print(report)
     return 1 if failures(record) else 0
 

@@ -19,17 +19,19 @@ from tests.chaos.injectors import (
     send_side_channel_garbage,
 )
 from tests.chaos.judge import RIGHT
-from tests.chaos.load import MAX_TOKENS, WITHOUT_LOGPROBS, Load, ask, make_prompts
+from tests.chaos.load import WITHOUT_LOGPROBS, Load, ask, make_prompts
 from tests.chaos.relay import relay_to
-from tests.chaos.schedule import DECODE, PREFILL, Fault
-from tests.chaos.testbed import (
+from tests.chaos.schedule import (
+    DECODE,
     DECODE_STEP_SECONDS,
     HANDSHAKE_SECONDS,
     LEASE_SECONDS,
-    NUM_BLOCKS,
+    MAX_TOKENS,
+    PREFILL,
     TRANSFER_SECONDS,
-    Testbed,
+    Fault,
 )
+from tests.chaos.testbed import NUM_BLOCKS, Testbed
 from tests.kit import cluster
 from tests.kit.parity import Completion, complete, prefill
 from tests.kit.served import ADAPTER, OTHER_ADAPTER

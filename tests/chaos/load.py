@@ -18,14 +18,13 @@ import httpx
 
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge, verdict
 from tests.chaos.running import Running
+from tests.chaos.schedule import BOUND_SECONDS, MAX_TOKENS
 from tests.chaos.talk import Talk
-from tests.chaos.testbed import BOUND_SECONDS
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import Completion, complete
 from tests.kit.prompts import PRINTABLE
 from vllm_commext.errors import CommextError
 
-MAX_TOKENS = 24
 WITHOUT_LOGPROBS = {"logprobs": None}
 """So that a stream whose engine is lost goes on from its tokens, and is not drawn anew."""
 NOTHING: Mapping[str, Any] = {}

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
 from tests.chaos.faults import LONG_PROMPT, inject
-from tests.chaos.load import MAX_TOKENS, Known, Load, make_prompts, take_references
+from tests.chaos.load import Known, Load, make_prompts, take_references
 from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.chaos.recovery import recover
 from tests.chaos.report import FaultRecord, RunRecord, describe
-from tests.chaos.schedule import DECODE, KINDS, PREFILL, Fault, plan_faults
+from tests.chaos.schedule import (
+    ADAPTER,
+    DECODE,
+    KINDS,
+    NAMESPACE,
+    PREFILL,
+    SPARES,
+    STREAMS,
+    Fault,
+    Scenario,
+    plan_faults,
+)
 from tests.chaos.talk import Talk, take_talks, write_options
-from tests.chaos.testbed import BOUND_SECONDS, GPU_ARGS, Testbed, on_gpu
+from tests.chaos.testbed import Testbed
 from tests.kit import cluster
 from tests.kit.parity import complete, prefill
 from tests.kit.servers import ServerEndedError
@@ -30,76 +40,20 @@ NUM_KERNELS = 32
 1.2 MiB for each size until then.  A decode engine meets new ones when it has to compute prompts."""
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """How a run goes; what is not said here is ``Testbed``'s or its name says it.
-
-    Without ``plain_reference`` the right answers are the prefill engine's before the first fault.
-    With ``reuse`` each request has a salt of its own, so that it is read all the same; ``adaptive``
-    runs on loopback alone. With more than ``MAX_TOKENS`` as ``max_tokens`` answers are as long as
-    that, and faults come to the engine that has most under way; what engines hold is not counted
-    then. ``talks``: chats, messages, responses and tool calls are among the requests. ``name``:
-    another model than the tiny one that every other request is for. After ``max_seconds`` no fault
-    begins, and no more requests are waited for."""
-
-    seed: int
-    num_requests: int
-    num_faults: int
-    kinds: Sequence[str] = tuple(KINDS)
-    num_clients: int = 3
-    pause_seconds: float = 0.0
-    num_prompts: int = 32
-    namespaces: bool = True
-    plain_reference: bool = True
-    max_delay_seconds: float = 2.0
-    policy: str = "recompute"
-    connector: str = cluster.CONNECTOR
-    spares: bool = False
-    streams: bool = False
-    reuse: bool = False
-    adaptive: bool = False
-    gpus: Sequence[str] = ()
-    args: Sequence[str] = ()
-    proxy_args: Sequence[str] = ()
-    max_tokens: int = MAX_TOKENS
-    talks: bool = False
-    name: str = ""
-    bound_seconds: float = BOUND_SECONDS
-    max_seconds: float = math.inf
-
-    @property
-    def aimed(self) -> bool:
-        return self.max_tokens > MAX_TOKENS
-
-    @property
-    def seeds(self) -> bool:
-        """Whether some answers are drawn: on CPUs vLLM ends where the prompt of one that has a seed
-        is computed in several chunks."""
-        return self.aimed and (not self.streams or bool(self.gpus))
-
-
 def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None]) -> RunRecord:
     """Run it; every server has ended when this returns. ``say`` takes a line about each fault."""
     record = RunRecord({**vars(scenario), "kinds": len(scenario.kinds)})
-    kinds = list(scenario.kinds)
     with ExitStack() as stack:
         link = _link(scenario, record, stack)
-        if link is None:
-            kinds = [kind for kind in kinds if not KINDS[kind].needs_namespace]
-        if not scenario.streams:
-            kinds = [kind for kind in kinds if not KINDS[kind].needs_streams]
-        if not scenario.spares:
-            kinds = [kind for kind in kinds if not KINDS[kind].needs_spares]
-        if not scenario.name:
-            kinds = [kind for kind in kinds if not KINDS[kind].needs_adapter]
+        has = {
+            *("", NAMESPACE if link else "", STREAMS if scenario.streams else ""),
+            *(SPARES if scenario.spares else "", ADAPTER if scenario.name else ""),
+        }
+        kinds = [kind for kind in scenario.kinds if KINDS[kind].needs in has]
         if scenario.talks:
             scenario = replace(scenario, args=[*scenario.args, *write_options(folder)])
         answers = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
-        testbed = Testbed(
-            *(model, folder, link, scenario.policy, scenario.connector, scenario.spares),
-            *(scenario.streams, scenario.reuse, scenario.adaptive, scenario.gpus),
-            *(scenario.args, scenario.proxy_args),
-        )
+        testbed = Testbed(scenario, model, folder, link)
         stack.callback(testbed.stop)
         testbed.start()
         known, talks = answers or _answers_of(testbed.url(PREFILL), scenario)
@@ -134,8 +88,7 @@ def _answers_of(url: str, scenario: Scenario) -> tuple[list[Known], list[Talk]]:
 
 def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> tuple[list[Known], list[Talk]]:
     args = [*scenario.args, "--no-enable-prefix-caching"]
-    args += GPU_ARGS if scenario.gpus else ()
-    environ = on_gpu(scenario.gpus[0]) if scenario.gpus else cluster.PLAIN_ENVIRON
+    environ = cluster.PLAIN_ENVIRON
     with cluster.plain_server("plain", model, folder, args=args, environ=environ) as server:
         return _answers_of(server.url, scenario)
 
@@ -147,7 +100,7 @@ def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | Non
             return stack.enter_context(namespace_link())
         except NetworkError as error:
             reason = str(error)
-    needing = [kind for kind in scenario.kinds if KINDS[kind].needs_namespace]
+    needing = [kind for kind in scenario.kinds if KINDS[kind].needs == NAMESPACE]
     record.skipped.update(dict.fromkeys(needing, f"no network namespaces: {reason}"))
     return None
 
@@ -196,10 +149,6 @@ class _Run:
             self._record.settings["placed"] = placed = self._stage.placements()
             if not all(placed[kind] for kind in ("local", "handed_over")):
                 self._record.problems.append(f"placed in one way alone: {placed}")
-        if self._scenario.gpus:
-            self._record.settings["mapped bytes"] = mapped = int(self._stage.mapped_bytes())
-            if not mapped:
-                self._record.problems.append("nothing was read through a mapping")
         if not self._load.stop():
             self._record.problems.append("clients did not end within their bound")
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.chaos.judge import ERROR, RIGHT, WRONG
 from tests.chaos.report import RunRecord, as_markdown, failures
-from tests.chaos.scenario import Scenario, run
+from tests.chaos.scenario import run
+from tests.chaos.schedule import Scenario
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model

@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,27 +13,29 @@ import httpx
 
 from tests.chaos.engine import Engine
 from tests.chaos.network import Link
-from tests.chaos.schedule import DECODE, PREFILL
-from tests.kit import CORRUPTING_MODULE, ROOT, cluster, fixed_cache
+from tests.chaos.schedule import (
+    DECODE,
+    DECODE_STEP_SECONDS,
+    HANDSHAKE_SECONDS,
+    LEASE_SECONDS,
+    PREFILL,
+    PREFILL_STEP_SECONDS,
+    TRANSFER_SECONDS,
+    Scenario,
+)
+from tests.kit import CORRUPTING_MODULE, ROOT, cluster
 from tests.kit.fleet import AdminPort
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.parity import complete, post
 from tests.kit.served import ADAPTER
-from tests.kit.servers import CPU_ENVIRON, CUDA_ENVIRON, LOOPBACK, ProxyServer, free_port
+from tests.kit.servers import LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
 from vllm_commext.proxy.engines.choice import KINDS
 from vllm_commext.proxy.session.resume import Resume
 
-HANDSHAKE_SECONDS = 3.0
-TRANSFER_SECONDS = 4.0
-LEASE_SECONDS = 8.0
-PREFILL_STEP_SECONDS = 8.0
-DECODE_STEP_SECONDS = 12.0
 COMPILED_LATE = '"ngram"'
 """vLLM compiles this search for an engine's first draft, in 1.2 s of a core, not at its start: an
 engine is back once it has."""
-BOUND_SECONDS = PREFILL_STEP_SECONDS + DECODE_STEP_SECONDS + 1.0
-"""What a client waits at most: both steps of the proxy, and a second."""
 NUM_BLOCKS = 256
 CHUNK_TOKENS = 64
 """Where prompts are streamed: the load's have one to five chunks."""
@@ -51,10 +52,8 @@ FRUGAL_HEAP = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "131072",
 }
-GPU_ARGS = fixed_cache(1 << 28)
 BLOCKS_IN_USE = "vllm:kv_cache_usage_perc"
 FAILED_LOADS = "vllm:commext_nixl_failures_total"
-MAPPED_BYTES = "vllm:commext_nixl_mapped_bytes_total"
 REUSED = {
     "lookups": "vllm:commext_nixl_reuse_lookups_total",
     "blocks": "vllm:commext_nixl_reuse_blocks_total",
@@ -72,35 +71,15 @@ LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "20")
 SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
 
-def on_gpu(gpu: str) -> Mapping[str, str | None]:
-    return {**dict.fromkeys(CPU_ENVIRON), **CUDA_ENVIRON, "CUDA_VISIBLE_DEVICES": gpu}
-
-
 @dataclass
 class Testbed:
-    """All servers of one run, ``engines`` those that faults work on.
+    """All servers of one run, ``engines`` those that faults work on; ``link`` leads to the prefill
+    engine's namespace."""
 
-    ``link`` leads to the prefill engine's namespace. ``policy`` is the decode engine's first; each
-    of its restarts takes the other one. A ``connector`` that does damage has to make the run fail.
-    ``with_spares``: each role has a second engine, which faults come to only by ``aim``, and decode
-    engines keep their policy. ``streams``: prompts are computed in several chunks, and read while
-    they are. ``reuse``: decode engines cache prefixes and offer blocks to one another.
-    ``adaptive``: the proxy places requests; the prefill engine takes prompts alone, the others
-    either step. ``gpus``: of each role, the prefill engine's memory is mapped; none: all is on
-    CPUs."""
-
+    scenario: Scenario
     model: Path
     folder: Path
     link: Link | None = None
-    policy: str = "recompute"
-    connector: str = cluster.CONNECTOR
-    with_spares: bool = False
-    streams: bool = False
-    reuse: bool = False
-    adaptive: bool = False
-    gpus: Sequence[str] = ()
-    args: Sequence[str] = ()
-    proxy_args: Sequence[str] = ()
     engines: dict[str, Engine] = field(default_factory=dict[str, Engine])
     spares: dict[str, Engine] = field(default_factory=dict[str, Engine])
     proxy: ProxyServer | None = None
@@ -110,16 +89,16 @@ class Testbed:
     def start(self) -> None:
         for role in (PREFILL, DECODE):
             self.engines[role] = self._begin(role, role)
-            if self.with_spares:
+            if self.scenario.spares:
                 self.spares[role] = self._begin(role, f"{role}-spare")
         for engine in self._all():
             engine.wait_ready()
-        args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.with_spares else ())]
-        args += ["--stream-chunks", "auto" if self.streams else "never"]
+        args = [*PROXY_ARGS, *(SPARE_PROXY_ARGS if self.scenario.spares else ())]
+        args += ["--stream-chunks", "auto" if self.scenario.streams else "never"]
         self.admin = AdminPort(self.folder)
-        args += [*self.admin.args, *self.proxy_args]
+        args += [*self.admin.args, *self.scenario.proxy_args]
         urls = {role: self.urls(role) for role in ROLES}
-        if self.adaptive:
+        if self.scenario.adaptive:
             args += [*LIMITS, "--placement", "adaptive"]
             alone = self.url(PREFILL)
             for url in (one for of in urls.values() for one in of):
@@ -174,11 +153,11 @@ class Testbed:
         if as_another:
             engine.engine_id = f"{role}-{engine.generation}"
             engine.side_channel_port = free_port()
-        if role == DECODE and not self.with_spares:
+        if role == DECODE and not self.scenario.spares:
             engine.policy = "fail" if engine.policy == "recompute" else "recompute"
         self._launch(engine)
         engine.wait_ready()
-        if any(COMPILED_LATE in one for one in self.args):
+        if any(COMPILED_LATE in one for one in self.scenario.args):
             complete(self._url(engine), cluster.MODEL_NAME, [1, 2, 3, 1, 2, 3], max_tokens=2)
 
     def load_adapter(self, role: str, folder: str) -> None:
@@ -194,7 +173,7 @@ class Testbed:
 
     def failed_loads(self) -> float:
         """Requests so far whose load failed and that their decode engine then computed."""
-        readers = [one for one in self._all() if self.adaptive or one.role == DECODE]
+        readers = [one for one in self._all() if self.scenario.adaptive or one.role == DECODE]
         readers = [one for one in readers if one.policy == "recompute"]
         return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in readers)
 
@@ -219,10 +198,6 @@ class Testbed:
         return {
             kind: int(page.total("commext_proxy_placements_total", kind=kind)) for kind in KINDS
         }
-
-    def mapped_bytes(self) -> float:
-        """Read by the decode engine through a mapping since its start."""
-        return self.metrics(DECODE).total(MAPPED_BYTES)
 
     def streams_by(self, name: str) -> Counter[str]:
         """The streams that have lost or left their decode engine, by what became of them."""
@@ -287,16 +262,17 @@ class Testbed:
         return f"http://{self.host(engine.role)}:{engine.http_port}"
 
     def _begin(self, role: str, name: str) -> Engine:
-        engine = Engine(name, role, free_port(), f"{name}-0", free_port(), self.policy)
+        engine = Engine(name, role, free_port(), f"{name}-0", free_port(), self.scenario.policy)
         self._launch(engine)
         return engine
 
     def _launch(self, engine: Engine) -> None:
         engine.generation += 1
-        connector = self.connector if engine.role == DECODE else cluster.CONNECTOR
+        connector = self.scenario.connector if engine.role == DECODE else cluster.CONNECTOR
         does_damage = connector != cluster.CONNECTOR
+        caches = self.scenario.reuse and engine.role == DECODE
         config = cluster.kv_transfer_config(
-            "kv_both" if self.adaptive else ROLES[engine.role],
+            "kv_both" if self.scenario.adaptive else ROLES[engine.role],
             connector=connector,
             module_path=CORRUPTING_MODULE if does_damage else None,
             policy=engine.policy,
@@ -307,27 +283,21 @@ class Testbed:
                 "handshake_timeout": HANDSHAKE_SECONDS,
                 "transfer_timeout": TRANSFER_SECONDS,
                 "kv_lease_duration": LEASE_SECONDS,
-                "stream_chunks": self.streams,
+                "stream_chunks": self.scenario.streams,
+                **({"reuse_blocks": True} if caches else {}),
             },
         )
-        caches = self.reuse and engine.role == DECODE
-        if caches:
-            more = {"reuse_blocks": True}
-            config["kv_connector_extra_config"].update(more)
-        if self.gpus:
-            config["kv_buffer_device"] = "cuda"
-            config["kv_connector_extra_config"]["mapped_reads"] = "auto"
         args = ["--num-gpu-blocks-override", str(NUM_BLOCKS)]
         # Without a prefix cache every request has to be read.
-        args += ["--enable-prefix-caching" if caches else "--no-enable-prefix-caching", *self.args]
-        if self.streams:
+        args += [
+            "--enable-prefix-caching" if caches else "--no-enable-prefix-caching",
+            *self.scenario.args,
+        ]
+        if self.scenario.streams:
             args += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         environ: dict[str, str | None] = {**NO_KERNEL_CACHES, **FRUGAL_HEAP, **ADAPTERS_COME}
         if does_damage:
             environ["PYTHONPATH"] = str(ROOT)
-        if self.gpus:
-            args += GPU_ARGS
-            environ |= on_gpu(self.gpus[list(ROLES).index(engine.role)])
         if self.link is not None:
             args += ["--host", "0.0.0.0"]
             far = engine.role == PREFILL
