@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
@@ -20,12 +19,11 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
     CacheLayout,
     StateGeometry,
-    block_bytes,
     check_layout,
     expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
-from vllm_commext.nixl.geometry.topology import Rank, interval, sources
+from vllm_commext.nixl.geometry.topology import Rank, sources
 from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 MAX_LENGTH = 4096
@@ -137,58 +135,6 @@ class Engine:
             channel += held * width
         assert channel == conv.shape[1]
         return found | dict(zip(("ssm",), recurrent, strict=False))
-
-
-def touched(view: torch.Tensor) -> set[int]:
-    """Addresses that writing there changes, in all of the memory that the view is a part of."""
-    memory = torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy()
-    memory[:] = 0
-    view.fill_(-1 if view.dtype is torch.int8 else float("nan"))
-    start = memory.ctypes.data
-    item = view.element_size()
-    places = np.flatnonzero(memory) // item * item  # a not-a-number may have bytes of zero
-    return {start + int(place) + byte for place in places for byte in range(item)}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_every_unit_is_where_vllm_reads_it(name: str, size: int, order: str) -> None:
-    model = MODELS[name]
-    if any(num_units % size and size % num_units for _, num_units, _ in model.parts):
-        pytest.skip("vLLM does not split it that way")
-    if model.kind is Kind.GDN_ATTN and size > 2:
-        pytest.skip("vLLM wants as many key heads as ranks")
-    for rank in {Rank(size, 0), Rank(size, size - 1)}:
-        engine = Engine.of(model, rank)
-        families = [one for one in engine.layout.families if "ssm.0" in one.names]
-        (family,) = families
-        assert isinstance(family.geometry, StateGeometry)
-        assert engine.layout.groups[family.group].kind == "state"
-        views = engine.views("ssm.0")
-        assert [part.name for part in family.geometry.parts] == list(views)
-        everything: list[int] = []
-        for part in family.geometry.parts:
-            assert part.num_units == model.num_units(part.name)
-            first, end = interval(part.split, rank)
-            assert end - first == views[part.name].shape[1]
-            for block in (0, engine.layout.num_blocks - 1):
-                row = family.base_addresses[0] + block * family.geometry.row_stride
-                for unit in range(end - first):
-                    start = row + part.offset + unit * part.unit_bytes
-                    claimed = {
-                        start + run * part.run_stride + byte
-                        for run in range(part.num_runs)
-                        for byte in range(part.unit_bytes)
-                    }
-                    assert claimed == touched(views[part.name][block, unit])
-                    everything += claimed if block == 0 else ()
-        assert len(everything) == len(set(everything)) == block_bytes(engine.layout, family)
-        assert block_bytes(engine.layout, family) == sum(
-            view[0].numel() * view.element_size() for view in views.values()
-        )
-        assert {part.num_runs for part in family.geometry.parts} <= (
-            {1} if order == "DS" else {1, LENGTH}
-        )
 
 
 LOCAL, REMOTE = 0, 3

@@ -1,16 +1,10 @@
 """`vllm-commext doctor` beside the installed vLLM: everything that it can find, it finds."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-import pytest
-
 from tests.contract.vllm_process import run_at_once
-from vllm_commext.cli.report import Check, Level, decode, exit_status
+from vllm_commext.cli.report import Check, Level, decode
 from vllm_commext.compat.parts import PARTS
 
 
@@ -33,19 +27,3 @@ def test_the_probes_cover_vllm_its_apis_and_nixl(tmp_path: Path) -> None:
     for done in run_at_once(programs, {}):
         assert done.returncode == 0, done.stderr
     check_that_all_is_found([check for file in files for check in decode(file.read_bytes())])
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_report_covers_vllm_its_apis_and_nixl() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_commext", "doctor", "--json", "--timeout", "450"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    report = json.loads(done.stdout)
-    checks = msgspec.convert(report["checks"], list[Check])
-    assert done.returncode == report["status"] == exit_status(checks)
-    check_that_all_is_found(checks)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -27,7 +26,6 @@ from tests.contract.arrivals import (
     single_answer,
 )
 from tests.contract.scheduled_core import (
-    BLOCK,
     MAX_TOKENS,
     NUM_TOKENS,
     Core,
@@ -41,7 +39,6 @@ from tests.contract.scheduled_core import (
 )
 from vllm_commext.compat import engine_wait
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl import first_token
 from vllm_commext.nixl.first_token import FirstToken
 
 # vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
@@ -264,16 +261,6 @@ def test_the_longest_answer_ends_where_the_model_does(pair: SimpleNamespace) -> 
     assert got.finish_reason == FinishReason.LENGTH
 
 
-def test_a_whole_prefix_hit_loads_nothing_and_releases(make_core: MakeCore) -> None:
-    prefill, decode = make_core("kv_producer"), make_core("kv_consumer")
-    tokens = list(range(2 * BLOCK))
-    first = answered(decode, "a", tokens, prefilled(prefill, tokens), max_tokens=3)
-    again = answered(decode, "b", tokens, prefilled(prefill, tokens), max_tokens=3)
-    assert again == first
-    assert decode.worker.released == ["b"]
-    assert decode.worker.computed["b"] == [8, 9]
-
-
 def test_a_request_whose_answer_or_client_has_ended_releases_the_prefill_engine(
     make_core: MakeCore,
 ) -> None:
@@ -286,38 +273,6 @@ def test_a_request_whose_answer_or_client_has_ended_releases_the_prefill_engine(
     assert decode.answer("aborted").tokens == []
     assert decode.worker.released == ["one token", "aborted"]
     assert decode.worker.computed == {}
-
-
-USUAL: dict[str, tuple[dict[str, Any], str]] = {
-    "a seed": ({"seed": 3}, FirstToken.SEEDED),
-    "log probabilities": ({"logprobs": 2}, FirstToken.LOGPROBS),
-    "a grammar": (
-        {"structured_outputs": StructuredOutputsParams(choice=["a"])},
-        FirstToken.GRAMMAR,
-    ),
-    "a penalty": ({"presence_penalty": 0.5}, FirstToken.PENALTIES),
-    "a bias": ({"logit_bias": {3: 1.0}}, FirstToken.LOGIT_RULES),
-    "a bad word": ({"bad_words": ["x"]}, FirstToken.LOGIT_RULES),
-    "a least length": ({"min_tokens": 1}, FirstToken.MIN_TOKENS),
-}
-
-
-@pytest.mark.parametrize("case", USUAL)
-def test_what_more_than_the_token_follows_from_goes_the_usual_way(
-    make_core: MakeCore, case: str
-) -> None:
-    """Also where the prefill engine does not know of it."""
-    sampling, way = USUAL[case]
-    prefill, decode = make_core("kv_producer"), make_core("kv_consumer")
-    request = request_of("r", PROMPT, prefilled(prefill, PROMPT), max_tokens=4, **sampling)
-    decode.add(request)
-    assert decode.scheduler.connector.scheduler_side.prompts.take_first_tokens() == []  # pyright: ignore
-    if case != "a grammar":  # needs a tokenizer, which there is none of here
-        decode.run("r")
-        assert decode.worker.computed["r"][0] == LENGTH - 1
-        assert decode.ways == {way: 1}
-    request = request_of("p", PROMPT, {"do_remote_decode": True}, max_tokens=1, **sampling)
-    assert first_token.offer(first_token.Sampler("d", 9, None), request) == (-1, "")
 
 
 @pytest.mark.parametrize(
@@ -376,14 +331,6 @@ def test_a_token_that_the_model_does_not_have_is_refused(make_core: MakeCore) ->
 def resume(core: Core, begun: Any, params: Any = None, **sampling: Any) -> Any:
     told = {**(params or {}), "answer_token_ids": begun}
     return answered(core, "r", PROMPT, told, **{"max_tokens": MOST, **sampling})
-
-
-def test_parameters_of_another_prompt_change_nothing(make_core: MakeCore) -> None:
-    core = make_core("kv_consumer")
-    params = prefilled(make_core("kv_producer"), [*PROMPT[1:], 99])
-    got = resume(core, WHOLE[:9], params)
-    assert got.tokens == WHOLE[:MOST]
-    assert core.ways == {FirstToken.RESUMED: 1}
 
 
 ANEW: dict[str, tuple[Any, dict[str, Any]]] = {

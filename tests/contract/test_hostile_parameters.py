@@ -13,7 +13,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.contract.scheduled_core import (
     BLOCK,
-    TO_PREFILL,
     Core,
     next_token,
     request_of,
@@ -161,26 +160,6 @@ def test_what_is_no_object_is_none_for_vllm_too(make_core: Callable[..., Core]) 
     core.run(request.request_id)
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize(
-    "prompt",
-    [PROMPT[:-1] + [99], PROMPT + [1], OTHER_PROMPT, [99]],
-    ids=["another last token", "longer", "as long", "short"],
-)
-def test_parameters_of_another_prompt_lead_to_a_local_prefill(
-    make_core: Callable[..., Core], policy: str, prompt: list[int]
-) -> None:
-    core = make_core("kv_consumer", policy=policy)
-    request = request_with(offered(None, prompt))
-    core.add(request)
-    core.run(request.request_id)
-    first = next_token(PROMPT)
-    answer = core.answer(request.request_id)
-    assert answer.tokens == [first, next_token([*PROMPT, first])]
-    assert not core.worker.loads
-    assert core.failures == {"request": 1}
-
-
 def test_two_prompts_with_one_prompts_parameters(make_core: Callable[..., Core]) -> None:
     """As a router sends them that knows of no second prompt: one is loaded, one computed here."""
     core = make_core("kv_consumer")
@@ -193,12 +172,3 @@ def test_two_prompts_with_one_prompts_parameters(make_core: Callable[..., Core])
     assert core.worker.computed["o"] == list(range(14))
     assert core.worker.computed[mine.request_id][0] == 13
     assert core.failures == {"request": 1}
-
-
-def test_an_ordinary_prefill_beside_them(make_core: Callable[..., Core]) -> None:
-    core = make_core("kv_producer")
-    core.add(request_with("x"))
-    core.add(request_of("p", PROMPT, TO_PREFILL, max_tokens=1))
-    core.run("p")
-    (ended,) = [one for one in core.outputs if one.request_id == "p" and one.finish_reason]
-    assert ended.kv_transfer_params is not None

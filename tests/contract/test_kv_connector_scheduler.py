@@ -165,27 +165,6 @@ def test_metadata_of_two_workers_adds_up() -> None:
     assert total == WorkerMetadata(late={"a", "c"}, settled={"b": 2, "d": 1}, **ended)
 
 
-def test_a_state_is_handed_over_one_token_early(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("kv_producer", hybrid=True), make_engine("kv_both", hybrid=True)
-    first = request_of("there", TO_PREFILL)
-    prefill.prefill(first)
-    assert (first.num_prompt_tokens, first.num_tokens, first.max_tokens) == (13, 13, 1)
-    assert first.prompt_token_ids == list(range(13))
-    _, params = prefill.finish(first, FINISHED[0])
-    assert params["remote_num_tokens"] == 13
-    attention, state = prefill.manager.get_block_ids("there")
-    assert params["remote_block_ids"] == [list(attention), list(state)]
-    request = request_of("here", params)
-    assert decode.schedule(request) == (0, 13)
-    (load,) = decode.step().loads
-    own = decode.manager.get_block_ids("here")
-    assert load.num_tokens == 13
-    assert [(blocks.first, blocks.block_ids) for blocks in load.blocks] == [
-        (0, list(own[0])),
-        (0, list(own[1])),
-    ]
-
-
 @pytest.mark.parametrize("tokens", [[1], list(range(14))])
 def test_a_prompt_that_cannot_be_cut_is_not_offered(
     make_engine: MakeEngine, tokens: list[int]

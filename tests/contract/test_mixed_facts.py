@@ -98,11 +98,3 @@ def test_the_length_that_an_engine_serves_decides_how_long_rope_turns_keys(
     spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
     assert engine_facts(config, cache)["long_rope"] == str(is_long)
-
-
-def test_other_models_say_nothing_of_long_rope(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "llama")
-    config = VllmConfig(model_config=ModelConfig(str(folder), skip_tokenizer_init=True))
-    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
-    assert "long_rope" not in engine_facts(config, cache)

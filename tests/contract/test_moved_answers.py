@@ -7,15 +7,12 @@ Blocks are told apart by what they hold: every step says which tokens it puts in
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
 
@@ -115,17 +112,6 @@ def test_the_answer_so_far_is_read_and_not_computed(make: MakeEngine, is_async: 
 
 
 @IS_ASYNC
-def test_what_is_here_already_is_not_read(make: MakeEngine, is_async: bool) -> None:
-    owner, reader = answering(make, is_async=is_async), make(is_async=is_async)
-    reader.ask("first", PROMPT, max_tokens=1)
-    assert goes_on(reader, owner) == WHOLE
-    (load,) = reader.loads
-    num_here = len(PROMPT) // BLOCK
-    assert load.blocks[0].first == num_here
-    assert len(load.remote.block_ids[0]) == len(load.block_ids) == NUM_BLOCKS - num_here
-
-
-@IS_ASYNC
 def test_a_read_that_fails_is_computed_whatever_the_policy(
     make: MakeEngine, is_async: bool
 ) -> None:
@@ -138,18 +124,6 @@ def test_a_read_that_fails_is_computed_whatever_the_policy(
     assert reader.counted == {"reuse_lookups": 1, "reuse_recomputed_blocks": NUM_BLOCKS}
 
 
-def test_an_answer_that_is_begun_anew_reads_the_prompt_alone(make: MakeEngine) -> None:
-    """It was looked for with the answer, which a pause has had left aside."""
-    owner, reader = answering(make), make()
-    reader.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    reader.add("new", BEGUN, owner, answered=SO_FAR)
-    reader.core.turn()
-    reader.core.scheduler.set_pause_state(PauseState.UNPAUSED)
-    turn_until(reader.core, lambda: has_ended(reader.core, "new"))
-    assert reader.core.answer("new").tokens == WHOLE
-    assert reader.core.worker.computed["new"][0] == (len(PROMPT) - 1) // BLOCK * BLOCK
-
-
 @pytest.mark.parametrize("has_owner", [False, True], ids=["nobody named", "a new prompt"])
 def test_only_answers_that_go_on_are_looked_for(make: MakeEngine, has_owner: bool) -> None:
     """The negative control of the tests above: without reuse all is computed."""
@@ -160,24 +134,6 @@ def test_only_answers_that_go_on_are_looked_for(make: MakeEngine, has_owner: boo
     else:
         assert goes_on(reader) == WHOLE
     assert (reader.loads, reader.counted) == ([], {})
-
-
-def test_an_engine_that_only_prefills_does_nothing_of_it(make: MakeEngine) -> None:
-    owner, producer = answering(make), make("kv_producer", is_async=True)
-    assert not producer.side._reuse.is_on
-    assert goes_on(producer, owner) == WHOLE
-    assert producer.loads == []
-    assert producer.core.scheduler.defer_block_free is False
-
-
-def test_the_longest_answer_counts_and_who_is_gone_does_not(make: MakeEngine) -> None:
-    short, long, gone = make(), answering(make), make("kv_both")
-    gone.core.close()
-    short.ask("old", PROMPT, max_tokens=2)
-    reader = make()
-    assert goes_on(reader, short, gone, long) == WHOLE
-    (load,) = reader.loads
-    assert load.remote.port == long.port
 
 
 @IS_ASYNC
@@ -230,24 +186,6 @@ def test_no_tenant_finds_anothers_blocks(make: MakeEngine, tenant: str) -> None:
         reader = make()
         goes_on(reader, owner, **other)
         assert len(reader.loads) == num_loads
-
-
-def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
-    make: MakeEngine,
-) -> None:
-    """Nobody notifies when a grammar is there: only until the answer does the engine sleep."""
-    owner, reader = answering(make), make()
-    params = {"answer_token_ids": WHOLE[:SO_FAR], "reuse_from": [owner.place]}
-    choice = StructuredOutputsParams(choice=["a"])
-    request = request_of("new", PROMPT, params, max_tokens=1, structured_outputs=choice)
-    request.structured_output_request._grammar = Future()
-    reader.core.add(request)
-    assert request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    turn_until(reader.core, lambda: reader.side._reuse._finder.is_done("new"))
-    reader.side.engine.wakeup.wait = lambda arrivals: pytest.fail("it sleeps")
-    for _ in range(10):
-        reader.core.turn()
-    reader.core.scheduler.finish_requests("new", RequestStatus.FINISHED_ABORTED)
 
 
 @pytest.mark.parametrize("what", ["speculative_config", "diffusion_config"])
@@ -307,14 +245,6 @@ def test_what_was_found_before_a_reset_is_not_read_after_it(
     turn_until(reader.core, lambda: has_ended(reader.core, "new"))
     assert reader.core.answer("new").tokens == WHOLE
     assert reader.loads == []
-
-
-def test_an_aborted_request_is_forgotten(make: MakeEngine) -> None:
-    owner, reader = answering(make), make()
-    reader.add("new", BEGUN, owner, answered=SO_FAR)
-    reader.core.scheduler.finish_requests("new", RequestStatus.FINISHED_ABORTED)
-    assert not reader.side.is_loading("new")
-    assert reader.side._reuse._finder.take("new") is None
 
 
 def check_offers(owner: Engine, writes: Writes) -> None:

@@ -120,16 +120,6 @@ def test_what_was_begun_before_an_adapter_is_loaded_again_is_not_handed_over(
     assert params["without"] is not None
 
 
-def test_what_ends_while_the_engine_is_being_paused_is_not_kept(make_core: MakeCore) -> None:
-    core = make_core("kv_producer")
-    core.worker.keeps = True
-    core.add(request_of("p", list(range(40)), TO_PREFILL, max_tokens=1))
-    core.turn()
-    core.pause(PauseState.PAUSED_NEW)
-    assert core.answer("p").finish_reason is not None
-    assert not core.worker.kept
-
-
 @each_reset
 def test_new_weights_end_what_a_prefill_engine_keeps(
     make_core: MakeCore, reset: Callable[[Core], None]
@@ -276,14 +266,6 @@ def test_clients_can_call_what_is_patched_as_before(make_core: MakeCore) -> None
     make_core("kv_both")
     assert monkey_patch.is_patched(resets.CALL)
     assert inspect.signature(EngineCore.collective_rpc) == before
-
-
-def test_other_calls_end_nothing(make_core: MakeCore) -> None:
-    core = kept(make_core)
-    reload_weights(core, "profile")
-    for _ in range(4):
-        core.turn()
-    assert core.worker.kept
 
 
 def test_vllm_is_told_at_once_that_memory_cannot_be_swapped() -> None:

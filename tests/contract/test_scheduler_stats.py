@@ -190,27 +190,6 @@ def staged(stage: int, rank: int) -> bytes:
     return description("p", layout=layout)
 
 
-def test_each_record_has_the_gauges_of_the_whole_engine() -> None:
-    """vLLM gives a record to one of its API servers, and each shows what it was given."""
-    side = scheduler_side(free_port(), tp_size=2)
-    for rank in range(2):
-        told = WorkerMetadata(gauges={f"worker {rank}": {"transfers_in_flight": 1 + rank}})
-        side.note_outcomes(set(), set(), told)
-    first = side.take_stats()
-    assert first is not None
-    assert side.take_stats() is None
-    hold(side, "r")
-    second = side.take_stats()
-    assert second is not None
-    for stats, num_held in ((first, 0), (second, 1)):
-        assert {name: stats["gauges"][name] for name in ("worker 0", "worker 1")} == {
-            "worker 0": {"transfers_in_flight": 1},
-            "worker 1": {"transfers_in_flight": 2},
-        }
-        assert stats["gauges"]["scheduler"]["held_requests"] == num_held
-    side.close()
-
-
 def gauge(side: SchedulerSide, name: str) -> float:
     stats = side.take_stats()
     return stats["gauges"]["scheduler"][name]

@@ -231,20 +231,6 @@ class Reduced:
         return self.reduced
 
 
-def test_what_an_arena_would_not_reproduce_does_not_go_through_it(
-    ends: tuple[MessageQueue, MessageQueue],
-) -> None:
-    queue, reader = ends
-    marked = torch.nn.Parameter(torch.ones(ARENA_BYTES // 4), requires_grad=False)
-    marked.unit = "m"  # pyright: ignore[reportAttributeAccessIssue]
-    quantized = torch.quantize_per_tensor(torch.ones(ARENA_BYTES), 0.5, 0, torch.quint8)
-    queue.enqueue([marked, quantized], timeout=60)
-    got = reader.dequeue(timeout=60)
-    assert (type(got[0]), got[0].unit) == (torch.nn.Parameter, "m")
-    assert got[1].q_scale() == 0.5
-    assert torch.equal(got[1].dequantize(), quantized.dequantize())
-
-
 def test_queues_of_both_classes_are_read(theirs: type) -> None:
     queues: list[Any] = [kind(1, 1, None, 1 << 16, 2) for kind in (theirs, GroupMessageQueue)]
     readers = [GroupMessageQueue.create_from_handle(queue.export_handle(), 0) for queue in queues]

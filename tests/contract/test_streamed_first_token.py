@@ -24,14 +24,11 @@ from tests.contract.arrivals import (
     single_answer,
 )
 from tests.contract.scheduled_core import (
-    BLOCK,
     BOUND_SECONDS,
     Core,
     assert_nothing_is_held,
     free,
     has_ended,
-    next_token,
-    prefilled,
     request_of,
     turn_until,
 )
@@ -52,26 +49,6 @@ def is_awaited(decode: Core) -> bool:
     return prompts_of(decode)._states["d"].token_phase is TokenPhase.AWAITED
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1, 16, 17])
-def test_prompts_of_any_length(
-    make_core: MakeCore, channel: Channel, decode: Core, length: int
-) -> None:
-    """Of less than a block, of one, of a step of the prefill engine's, and of more."""
-    prompt, single = PROMPT[:length], make_core()
-    params = prefilled(make_core("kv_producer"), prompt)
-    decode.worker.holds_loads = True
-    decode.add(request_of("d", prompt, channel.params, max_tokens=3))
-    channel.begin(prompt)
-    turn_until(decode, lambda: bool(decode.worker.loads))
-    channel.directory.tell(KEY, params["remote_first_token"], params["remote_sampling"])
-    turn_until(decode, lambda: decode.answer("d").tokens == [next_token(prompt)])
-    end_load(decode)
-    single.add(request_of("d", prompt, None, max_tokens=3))
-    single.run("d")
-    assert decode.answer("d") == single.answer("d")
-    assert decode.worker.computed["d"][0] == length
-
-
 def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
     make_core: MakeCore, channel: Channel, decode: Core
 ) -> None:
@@ -84,19 +61,6 @@ def test_a_token_that_comes_later_than_the_prompt_is_computed_here(
     assert decode.worker.computed["d"][0] == len(PROMPT) - 1
     assert decode.ways == {FirstToken.NOT_OFFERED: 1}
     assert prompts_of(decode)._asker.take_tokens() == {}
-
-
-def test_a_token_is_sent_when_its_prompt_was_computed_before_it_was_asked_for(
-    make_core: MakeCore, channel: Channel, decode: Core
-) -> None:
-    channel.begin(PROMPT)
-    channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    decode.worker.holds_loads = True
-    decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-    turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
-    end_load(decode)
-    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
-    assert decode.ways == {FirstToken.PREFILL: 1}
 
 
 def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(

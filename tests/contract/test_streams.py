@@ -148,26 +148,6 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     )
 
 
-def test_what_both_engines_are_asked_for_takes_no_room_when_it_is_aborted(
-    make_core: MakeCore,
-) -> None:
-    """Parameters of both steps in one request, as only a client's mistake or malice makes them."""
-    core = make_core("kv_both")
-    side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    core.add(request_of("d", PROMPT, {**TO_STREAM, "do_remote_prefill": True}, max_tokens=1))
-    core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
-    assert side._prefills._states == {}
-
-
-def test_what_is_not_streamed_is_handed_over_whole(make_core: MakeCore) -> None:
-    core = make_core("kv_producer")
-    told = Told(core)
-    core.add(request_of("p", PROMPT, {**TO_STREAM, "stream_key": "short"}, max_tokens=1))
-    core.run("p")
-    assert told.chunks == []
-    assert params_of(core, "p")["remote_block_ids"]
-
-
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_a_request_waits_without_blocks_and_without_steps_until_its_prompt_has_begun(
     make_core: MakeCore, channel: Channel, is_async: bool
@@ -258,20 +238,6 @@ def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Chann
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
     assert "stream_begin_timeout" in told[0].refusal
-
-
-def test_an_aborted_request_is_forgotten(make_core: MakeCore, channel: Channel) -> None:
-    core = make_core("kv_consumer")
-    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-    core.turn()
-    core.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
-    channel.begin(PROMPT)
-    for _ in range(5):
-        core.turn()
-    assert core.worker.loads == []
-    side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
-    assert side.prompts._states == {}
-    assert not side.is_loading("d")
 
 
 def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(

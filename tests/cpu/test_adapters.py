@@ -16,6 +16,7 @@ from tests.kit.parity import compare, complete
 from tests.kit.servers import ProxyServer, Server, VllmServer
 from tests.kit.tiny_lora import RANK, write_lora
 
+pytestmark = pytest.mark.long  # contract tests have each adapter with its prompt, without servers
 ATOL = 1e-4  # nats, at float32
 NIXL = "vllm:commext_nixl_"
 NAMES = ("first", "second")
@@ -34,15 +35,15 @@ class Servers:
     proxy: Server
     folder: Path
 
-    def place(self, server: Server, content: str, *, anew: bool = False) -> Path:
-        """Where an engine has the files: at one place for each content, or ``anew`` at the last."""
-        place = self.folder / server.name / ("" if anew else content)
+    def place(self, server: Server, content: str) -> Path:
+        """Where an engine has the files."""
+        place = self.folder / server.name / content
         shutil.copytree(self.folder / content, place, dirs_exist_ok=True)
         return place
 
-    def load(self, content: str, *servers: Server, anew: bool = False) -> None:
+    def load(self, content: str, *servers: Server) -> None:
         for server in servers:
-            path = str(self.place(server, content, anew=anew))
+            path = str(self.place(server, content))
             body = {"lora_name": "a", "lora_path": path, "load_inplace": True}
             url = f"{server.url}/v1/load_lora_adapter"
             answer = httpx.post(url, json=body, timeout=60, trust_env=False)
@@ -110,19 +111,6 @@ def test_an_adapter_loaded_anew_at_one_engine_is_no_answer_of_the_other_one(
     servers.check("second", is_read=False)
     servers.load("first", servers.decode)
     servers.check("first", is_read=True)
-
-
-@pytest.mark.long
-def test_other_content_at_the_same_place_counts_from_its_load_on(servers: Servers) -> None:
-    for server in (servers.prefill, servers.decode):
-        servers.load("first", server, anew=True)
-    servers.check("first", is_read=True)
-    servers.place(servers.prefill, "second", anew=True)
-    servers.check("first", is_read=False)  # not loaded yet
-    servers.load("second", servers.decode, anew=True)
-    servers.check("second", is_read=False)
-    servers.load("second", servers.prefill, anew=True)
-    servers.check("second", is_read=True)
 
 
 def test_an_adapter_loaded_between_the_two_steps_computes_the_prompt(servers: Servers) -> None:

@@ -16,7 +16,6 @@ from tests.kit.metrics import scrape
 from tests.kit.parity import PREFILL_PARAMS, Completion, CompletionError, compare, complete, post
 from tests.kit.servers import ServerEndedError
 from tests.kit.tiny_blip import image_url, write_tiny_blip
-from tests.kit.tiny_lora import write_lora
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # Nats: another prompt's answer is further away in bfloat16, the same one computed in other steps is
@@ -27,22 +26,6 @@ NO_PREFIXES = ["--no-enable-prefix-caching"]
 STATES = {"qwen3next": VISIBLE, "granite": ATOL}
 """Models with states; the kernels of gated delta nets for CPUs compute in bfloat16."""
 HAS_AVX512 = "avx512" in Path("/proc/cpuinfo").read_text()
-
-
-def test_two_adapters(composed: Cluster) -> None:
-    model = composed.model("llama")
-    names = ["first", "second"]
-    adapters = [
-        f"{name}={write_lora(composed.folder / name, model, seed)}"
-        for seed, name in enumerate(names)
-    ]
-    both = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
-    both += ["--lora-modules", *adapters]
-    pair = composed.pair(model, both, both, names=[cluster.MODEL_NAME, *names])
-    check(pair)
-    (prompt, _) = prompts()
-    own = [complete(pair.decode.url, name, prompt, extra=OWN) for name in pair.names]
-    assert len({completion.token_ids for completion in own}) == len(pair.names)
 
 
 def test_another_connector_beside_ours(composed: Cluster) -> None:

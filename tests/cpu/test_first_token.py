@@ -5,10 +5,8 @@ fields."""
 import json
 import random
 import shutil
-import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from tests.cpu.event_streams import (
     CHAT,
     COMPLETIONS,
     FIRST_TOKENS,
-    Told,
-    asked,
     body_of,
     canonical,
     check_source,
@@ -30,7 +26,7 @@ from tests.cpu.event_streams import (
     tokens_and_first,
     told,
 )
-from tests.kit import LOADS_BEGIN, cluster, parity
+from tests.kit import cluster, parity
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.prompts import CHAT_TEMPLATE
 from tests.kit.servers import ProxyServer, Server, VllmServer
@@ -62,7 +58,6 @@ MARKUP = ("Ġ</", "</", "think", "<think>", "</think>", "<ifm|think>", "</ifm|th
 
 @dataclass
 class Servers:
-    model: Path
     plain: Server
     prefill: VllmServer
     decode: VllmServer
@@ -100,18 +95,10 @@ def servers(
             ("decode", "kv_consumer", args),
         )
     )
-    with cluster.all_ready([plain, prefill, decode]), proxy_of(prefill, decode, folder) as proxy:
-        yield Servers(model, plain, prefill, decode, proxy)
-
-
-def proxy_of(prefill: Server, decode: Server, folder: Path) -> AbstractContextManager[Server]:
-    return ProxyServer(
-        f"proxy-{decode.name}",
-        prefill_urls=[prefill.url],
-        decode_urls=[decode.url],
-        folder=folder,
-        args=[*cluster.PATIENT_PROXY_ARGS],
-    )
+    urls = [prefill.url], [decode.url]
+    proxy = ProxyServer("proxy", *urls, folder, args=cluster.PATIENT_PROXY_ARGS)
+    with cluster.all_ready([plain, prefill, decode]), proxy:
+        yield Servers(plain, prefill, decode, proxy)
 
 
 def check(servers: Servers, path: str, body: Mapping[str, Any], way: str = "prefill") -> None:
@@ -139,58 +126,34 @@ def test_each_answer_begins_with_its_own_word_in_one_servers_field(servers: Serv
 
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "greedy": (COMPLETIONS, {}, "prefill"),
-    "usage": (COMPLETIONS, USAGE, "prefill"),
     "continuous usage": (COMPLETIONS, CONTINUOUS, "prefill"),
-    "token ids": (COMPLETIONS, {"return_token_ids": True}, "prefill"),
-    "two tokens": (COMPLETIONS, {"max_tokens": 2, **USAGE}, "prefill"),
-    "a stop token": (COMPLETIONS, {"stop_token_ids": list(range(256)), **USAGE}, "prefill"),
     "stop strings": (COMPLETIONS, {"stop": list("aeio"), "max_tokens": 40}, "prefill"),
-    "echo": (COMPLETIONS, {"echo": True}, "prefill"),
     "log probabilities": (COMPLETIONS, {"logprobs": 1}, "logprobs"),
     "a seed": (COMPLETIONS, {"seed": 0, "temperature": 0.8}, "seeded"),
-    "a penalty": (COMPLETIONS, {"presence_penalty": 0.5}, "penalties"),
-    "a least length": (COMPLETIONS, {"min_tokens": 3}, "min_tokens"),
     "a grammar": (COMPLETIONS, {"structured_outputs": {"regex": "[a-c]{9}"}}, "grammar"),
-    "a chat": (CHAT, {}, "prefill"),
     "a chat with usage": (CHAT, USAGE, "prefill"),
     "a chat with token ids": (CHAT, {"return_token_ids": True, **CONTINUOUS}, "prefill"),
-    "a chat without reasoning": (CHAT, {"include_reasoning": False}, "prefill"),
     "a chat with tools": (CHAT, {"tools": TOOLS}, "prefill"),
-    "a chat with a tool named": (
-        CHAT,
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
-        "grammar",
-    ),
-    "log probabilities of a chat": (CHAT, {"logprobs": True}, "logprobs"),
     "a chat without a turn of its own": (
         CHAT,
         {"add_generation_prompt": False, "continue_final_message": True},
         "prefill",
     ),
 }
-
-
-ALWAYS = {
-    *("greedy", "continuous usage", "stop strings", "log probabilities", "a seed", "a grammar"),
-    *("a chat with usage", "a chat with token ids", "a chat with tools"),
-}
-"""Kinds that go with `make test`; tests/contract has all, without servers."""
-STREAMS = [pytest.param(kind, marks=[] if kind in ALWAYS else pytest.mark.long) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_is_that_of_one_server(servers: Servers, kind: str) -> None:
-    path, changes, way = KINDS[kind]
-    check(servers, path, body_of(path, changes), way)
-
-
+"""Of each other kind a token is told or computed here as tests/contract has it, without servers."""
 ONE_TOKEN = {
     "one token": (COMPLETIONS, {"max_tokens": 1}, "prefill"),
     "a chat of one token": (CHAT, {"max_tokens": 1}, "prefill"),
 }
 
 
-@pytest.mark.parametrize("kind", [*ONE_TOKEN, *STREAMS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_is_that_of_one_server(servers: Servers, kind: str) -> None:
+    path, changes, way = KINDS[kind]
+    check(servers, path, body_of(path, changes), way)
+
+
+@pytest.mark.parametrize("kind", [*ONE_TOKEN, *KINDS])
 def test_an_answer_in_one_piece_is_that_of_one_server(servers: Servers, kind: str) -> None:
     path, changes, way = {**KINDS, **ONE_TOKEN}[kind]
     body = {**body_of(path, changes), "stream": False}
@@ -231,46 +194,3 @@ def test_log_probabilities_are_one_servers(servers: Servers) -> None:
     added = scrape(servers.decode.url).minus(before)
     assert added.total(HANDOVERS, way="streamed") == 6
     assert added.total("vllm:commext_nixl_failures_total") == 0
-
-
-@pytest.mark.long  # test_lost_prefills.py kills one in the midst of a prompt
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_prefill_server_that_is_killed_before_its_blocks_are_read_changes_no_answer(
-    servers: Servers, tmp_path: Path, policy: str
-) -> None:
-    """Nothing of the prompt has been read by then."""
-    file = tmp_path / "loads-begin"
-    mortal = cluster.engine_server(
-        "mortal", servers.model, tmp_path, cluster.kv_transfer_config("kv_producer")
-    )
-    config = cluster.kv_transfer_config(
-        "kv_consumer",
-        connector="LateNixlConnector",
-        module_path="tests.kit.timed_connectors",
-        policy=policy,
-        extra={"transfer_timeout": 5},
-    )
-    late = cluster.engine_server(
-        "late", servers.model, tmp_path, config, environ={LOADS_BEGIN: str(file)}
-    )
-    dice = random.Random(37)
-    prompt = [dice.randrange(32, 127) for _ in range(3 * CHUNK_TOKENS)]
-    body = body_of(COMPLETIONS, {"prompt": prompt, **CONTINUOUS, "return_token_ids": True})
-    with cluster.all_ready([mortal, late]), proxy_of(mortal, late, tmp_path) as proxy:
-        file.touch()
-        told(proxy, COMPLETIONS, body_of(COMPLETIONS, {}))
-        file.unlink()
-        request_id = uuid.uuid4().hex
-        whole = canonical(told(servers.plain, COMPLETIONS, body, request_id))
-        before = scrape(late.url)
-        with asked(proxy, COMPLETIONS, body, request_id) as answer:
-            pieces = answer.iter_raw()
-            raw = next(pieces)
-            mortal.signal_all(signal.SIGKILL)
-            file.touch()
-            raw += b"".join(pieces)
-        found = canonical(Told("", raw))
-        assert found == whole
-        wait_for_added(late.url, before, FAILURES, at_least=1)
-        added = scrape(late.url).minus(before)
-        assert added.total(FIRST_TOKENS, way="prefill") == added.total(FAILURES) == 1

@@ -140,22 +140,6 @@ def test_a_fault_is_told_with_its_remedy(
         assert any(text in error.get(field, "") for error in found), found
 
 
-def test_a_device_that_is_not_there(
-    link: Link, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_7:1")
-    assert main.main(["doctor", "--listen", f"{link.near_address}:{PORT}"]) == 2
-    assert "no NIXL agent here" in capsys.readouterr().err
-
-
-def test_devices_of_different_networks(
-    link: Link, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with listening(link, PORT + 1, tmp_path, UCX_NET_DEVICES="lo"):
-        (error,) = errors(checks(f"{link.far_address}:{PORT + 1}", capsys, status=2))
-    assert "UCX_NET_DEVICES" in error["hint"]
-
-
 def test_a_running_engine_of_two_ranks(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

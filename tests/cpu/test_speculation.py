@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit import cluster
-from tests.kit.composed import NIXL, Cluster, check, prompts
-from tests.kit.metrics import Metrics, scrape
-from tests.kit.parity import CompletionError
+from tests.kit.composed import Cluster, check
+from tests.kit.metrics import Metrics
 from tests.kit.tiny_draft import add_mtp, favour, write_eagle
 from tests.kit.tiny_kinds import FULL, SLIDING
 
@@ -72,22 +70,3 @@ def test_a_draft_beside_sliding_windows(composed: Cluster) -> None:
     for own, loaded in check(composed.pair(model, draft, draft), max_tokens=MAX_TOKENS):
         assert drafts(own)[1] > 0
         assert abs(drafts(loaded)[1] - drafts(own)[1]) <= NUM_GUESSES
-
-
-@pytest.mark.parametrize("method", ["draft_model", "mtp"])
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_draft_on_one_side_alone_is_refused(composed: Cluster, side: str, method: str) -> None:
-    model, draft = draft_of(composed, method)
-    args: dict[str, Any] = {side: draft}
-    pair = composed.pair(model, **args)
-    url = pair.decode.url
-    before = scrape(url)
-    with pytest.raises(CompletionError):
-        cluster.disaggregated(pair.prefill.url, url, cluster.MODEL_NAME, prompts()[0])
-    counted = scrape(url).minus(before)
-    assert counted.total(f"{NIXL}failures_total", reason="configuration") == 1
-    told = pair.decode.log_text()
-    other = "prefill" if side == "decode" else "decode"
-    for words in (f"{side} '{method}/", f"{other} 'none'", "draft_kv_cache"):
-        assert words in told
-    assert "is configured differently from this prefill engine" in pair.prefill.log_text()

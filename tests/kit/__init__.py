@@ -11,8 +11,6 @@ LEAKING = "LeakingNixlConnector"
 MARKED_CORRUPTING = "MarkedCorruptingConnector"
 DAMAGE_MARK = "damaged"
 """The same, but only what requests with this mark in their id have read."""
-LOADS_BEGIN = "COMMEXT_TEST_LOADS_BEGIN"
-"""Names the file that loads wait for, see ``timed_connectors``."""
 STANDS = "COMMEXT_TEST_STANDS"
 """Names the file while which is there a worker stops in the middle of a prompt."""
 

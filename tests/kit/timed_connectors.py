@@ -1,8 +1,7 @@
-"""Connectors that wait for files: of one the worker stands still in the middle of a prompt, so that
-what it has computed can be read and no more comes; the other begins to load when it may, so that
-something can happen to the prefill engine between a request's first token and its blocks.
+"""A connector whose worker stands still in the middle of a prompt while a file is there: what it
+has computed can be read, and no more comes.
 
-They are named in ``--kv-transfer-config``, with this module as ``kv_connector_module_path``.
+It is named in ``--kv-transfer-config``, with this module as ``kv_connector_module_path``.
 """
 
 from __future__ import annotations
@@ -10,12 +9,9 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
-from tests.kit import LOADS_BEGIN, STANDS
+from tests.kit import STANDS
 from vllm_commext.nixl.connector import CommextNixlConnector
-from vllm_commext.nixl.metadata import StepMetadata
-from vllm_commext.nixl.requests import Load
 
 NUM_STEPS = 8
 POLL_SECONDS = 0.02
@@ -40,18 +36,3 @@ class StandingNixlConnector(CommextNixlConnector):
         has_stopped(file).touch()
         while file.exists():
             time.sleep(POLL_SECONDS)
-
-
-class LateNixlConnector(CommextNixlConnector):
-    """Keeps loads back until the file is there; an engine that waits looks once a second."""
-
-    _kept: tuple[Load, ...] = ()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._get_connector_metadata()
-        if isinstance(step, StepMetadata):
-            loads = [*self._kept, *step.loads]
-            may_begin = Path(os.environ[LOADS_BEGIN]).exists()
-            self._kept = () if may_begin else tuple(one for one in loads if one.awaited)
-            step.loads = [one for one in loads if one not in self._kept]
-        super().start_load_kv(forward_context, **kwargs)
