@@ -1,12 +1,11 @@
 """Reads of other processes' GPU memory through mappings; test_mapped_reads.py starts it.
 
-    python tests/gpu/mapped_reader.py [CHECK ...]
+    python tests/gpu/mapped_reader.py 0 1 0 [CHECK ...]
 
 Prefill workers are processes of their own on the first GPU, the reader is on the last one, which
 may be the same.  It prints a line of JSON a check: its name, the seconds it took, figures, errors.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,8 @@ import msgspec
 import numpy as np
 import torch
 
-from tests.kit.gpu_ranks import checks_of
+from tests.kit.gpu_ranks import checks_of, run_checks
+from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.layout import (
@@ -44,6 +44,12 @@ BLOCK_TOKENS = 16
 NUM_HEADS = 8
 Figures = dict[str, Any]
 Bytes = torch.Tensor
+
+
+class Reader(Mapper):
+    """The one rank that reads."""
+
+    collective = Collective(0, 1, lambda mine: [mine])
 
 
 def pattern(num_bytes: int, seed: int) -> Bytes:
@@ -358,25 +364,13 @@ def check_killed(mapper: Mapper) -> Figures:
 CHECKS: dict[str, Callable[[Mapper], Figures]] = checks_of(globals())
 
 
-def main(names: Sequence[str]) -> None:
+def main() -> None:
     torch.cuda.set_device(torch.cuda.device_count() - 1)
-    mapper = Mapper(CudaDevice(), place_of_process())
-    for name in names or CHECKS:
-        started = time.perf_counter()
-        errors: dict[str, str] = {}
-        figures: Figures = {}
-        try:
-            figures = CHECKS[name](mapper)
-        except Exception:  # noqa: BLE001 the test is to see it, and the next check to be made
-            errors["reader"] = traceback.format_exc()
-        seconds = round(time.perf_counter() - started, 2)
-        line = {"check": name, "seconds": seconds, "figures": figures, "errors": errors}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+    run_checks(Reader(CudaDevice(), place_of_process()), CHECKS, sys.argv[4:])
     os._exit(0)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SERVE]:
         serve(*map(int, sys.argv[2:]))
-    main(sys.argv[1:])
+    main()

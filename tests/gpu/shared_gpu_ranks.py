@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from tests.kit.gpu_ranks import run_checks
+from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
@@ -137,11 +137,7 @@ def check_epilogues(rank: Rank) -> Figures:
     return {"batches": batches}
 
 
-CHECKS: dict[str, Callable[[Rank], Figures]] = {
-    "all_reduce": check_all_reduce,
-    "fused": check_fused,
-    "epilogues": check_epilogues,
-}
+CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 
 def main() -> None:

@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.gpu_checks import needs_gpus
+from tests.kit.gpu_checks import checks_in, needs_gpus
 
 SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
 TIMEOUT_SECONDS = 400
-CHECKS = (
-    *("every_backend", "many_calls", "graphs", "unprepared_capture"),
-    *("create_and_destroy", "no_multicast"),
-)
+CHECKS = checks_in(SCRIPT)
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(TIMEOUT_SECONDS + 60)]
 

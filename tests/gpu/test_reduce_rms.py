@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.gpu_checks import needs_gpus
+from tests.kit.gpu_checks import checks_in, needs_gpus
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 SCRIPT = Path(__file__).with_name("reduce_rms_ranks.py")
 TIMEOUT_SECONDS = 200
-CHECKS = (
-    *("first_call", "exact", "many_calls", "chained_calls", "graphs", "strides_and_single"),
-    *("missing_peer", "streams", "create_and_destroy", "two_groups"),
-)
+CHECKS = checks_in(SCRIPT)
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(TIMEOUT_SECONDS + 60)]
 

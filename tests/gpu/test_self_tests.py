@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.gpu_checks import needs_gpus, tell
+from tests.kit.gpu_checks import checks_in, needs_gpus, tell
 from tests.kit.gpu_ranks import Outcome, run_ranks
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 SCRIPT = Path(__file__).with_name("self_test_ranks.py")
 SECONDS = 240
-CHECKS = ("all_reduce", "fused_norm", "norms")
+CHECKS = checks_in(SCRIPT)
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(SECONDS + 60)]
 

@@ -1,8 +1,10 @@
 """What the tests of checks that ranks run on GPUs have in common."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,11 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
     """Skips where there are fewer."""
     reason = f"needs {count} GPUs, this machine has {NUM_GPUS}"
     return pytest.mark.skipif(count > NUM_GPUS, reason=reason)
+
+
+def checks_in(script: Path) -> list[str]:
+    """Names of a script's functions ``check_NAME``."""
+    return re.findall(r"^def check_(\w+)", script.read_text(), re.MULTILINE)
 
 
 def tell(outcome: Outcome, check: str, record: Callable[[str, object], None]) -> None:
