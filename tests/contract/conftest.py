@@ -16,6 +16,26 @@ if TYPE_CHECKING:
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+TIMEOUT_SECONDS = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process that imports vLLM takes seconds, and much longer on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+
+
+@pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """An engine schedules a step while the one before is under way."""
+    return request.param
+
+
+@pytest.fixture(params=["fail", "recompute"])
+def policy(request: pytest.FixtureRequest) -> str:
+    """Of vLLM's for loads that fail."""
+    return request.param
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from vllm_commext.compat import tp_group
 from vllm_commext.compat.monkey_patch import SYMBOLS, is_patched, restore
 from vllm_commext.settings import TOGGLES
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 WORLD = 2
 SCRIPT = Path(__file__).with_name("allreduce_ranks.py")
 TOGGLE = "VLLM_COMMEXT_ALLREDUCE"

@@ -9,8 +9,6 @@ from tests.contract.by_itself_rank import ENDPOINTS, HIDDEN, TOKENS
 from tests.contract.vllm_process import python_at_once, ranks
 from vllm_commext.allreduce import limits
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("by_itself_rank.py")
 LARGEST = TOKENS * HIDDEN * 2  # bytes of the engine's largest message
 Found = list[dict[str, dict[str, Any]]]

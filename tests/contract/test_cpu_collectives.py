@@ -14,8 +14,6 @@ from tests.contract.vllm_process import python, ranks
 from tests.kit.servers import free_port
 from vllm_commext.compat.cpu_collectives import is_meant, why_not
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 TOGGLE = "VLLM_COMMEXT_CPU_COLLECTIVES"
 RANK = Path(__file__).with_name("cpu_collectives_rank.py")
 LOOK = """

@@ -3,12 +3,9 @@ and no end of its process."""
 
 from pathlib import Path
 
-import pytest
-
 from tests.contract import dropped_part
 from tests.contract.vllm_process import python_at_once
 
-pytestmark = pytest.mark.timeout(600)
 COLLECTION_SECONDS = 5.0
 
 

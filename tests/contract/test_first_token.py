@@ -41,15 +41,9 @@ from vllm_commext.compat import engine_wait
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.first_token import FirstToken
 
-# vLLM looks at the model's class in a process of its own, once, which imports all of vLLM.
-pytestmark = pytest.mark.timeout(600)
 _number = count()
 LENGTH = len(PROMPT)
 MOST = 30
-IS_ASYNC = pytest.mark.parametrize(
-    "is_async", [False, True], ids=["one step at a time", "async scheduling"]
-)
-EACH_POLICY = pytest.mark.parametrize("policy", ["fail", "recompute"])
 
 
 @pytest.fixture(params=ARRIVALS)
@@ -86,7 +80,6 @@ def bring(
     return begun
 
 
-@IS_ASYNC
 @pytest.mark.parametrize("case", ENDS)
 def test_the_answer_is_that_of_one_engine(
     make_core: MakeCore, channel: Channel, arrival: Arrival, case: str, is_async: bool
@@ -116,7 +109,6 @@ def test_the_answer_is_that_of_one_engine(
     assert prompts_of(core)._states == {}
 
 
-@IS_ASYNC
 def test_a_wrong_beginning_is_the_one_that_is_sent_and_gone_on_from(
     make_core: MakeCore, channel: Channel, arrival: Arrival, is_async: bool
 ) -> None:
@@ -127,8 +119,6 @@ def test_a_wrong_beginning_is_the_one_that_is_sent_and_gone_on_from(
     assert core.answer("d").tokens == [*wrong, *answer_to([*PROMPT, *wrong], MOST - len(wrong))]
 
 
-@IS_ASYNC
-@EACH_POLICY
 def test_a_load_that_fails_after_it_is_computed_here(
     make_core: MakeCore, channel: Channel, arrival: Arrival, policy: str, is_async: bool
 ) -> None:
@@ -141,7 +131,6 @@ def test_a_load_that_fails_after_it_is_computed_here(
     assert core.ways == {arrival.way: 1}
 
 
-@IS_ASYNC
 def test_a_preempted_request_goes_on_with_what_it_has_said(
     make_core: MakeCore, channel: Channel, arrival: Arrival, is_async: bool
 ) -> None:
@@ -157,7 +146,6 @@ def test_a_preempted_request_goes_on_with_what_it_has_said(
     assert core.answer("other").tokens == answer_to(PROMPT[:8], 40)
 
 
-@EACH_POLICY
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_aborted_request_is_told_nothing_more_and_forgotten(
     make_core: MakeCore, channel: Channel, arrival: Arrival, fails: bool, policy: str
@@ -222,13 +210,13 @@ def answered(core: Core, name: str, tokens: list[int], params: Any, **sampling: 
     return core.answer(name)
 
 
-@pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
-def pair(request: pytest.FixtureRequest, make_core: MakeCore) -> SimpleNamespace:
+@pytest.fixture
+def pair(is_async: bool, make_core: MakeCore) -> SimpleNamespace:
     """A prefill and a decode engine, and one that does both."""
     return SimpleNamespace(
         prefill=make_core("kv_producer"),
-        decode=make_core("kv_consumer", is_async=request.param),
-        single=make_core(is_async=request.param),
+        decode=make_core("kv_consumer", is_async=is_async),
+        single=make_core(is_async=is_async),
     )
 
 

@@ -30,8 +30,6 @@ from vllm_commext.compat import fits, fused_pass, hooks
 from vllm_commext.compat.monkey_patch import is_patched, restore
 from vllm_commext.errors import UnsupportedError
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 WORLD = 2
 SCRIPT = Path(__file__).with_name("fused_pass_rank.py")
 GROUP = "tp:of the test"

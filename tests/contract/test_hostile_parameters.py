@@ -23,7 +23,6 @@ from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import OWN_FIELDS, TransferParams, params_of, write_params
 from vllm_commext.nixl.wire.prompt import Prompt, digests
 
-pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 OTHER_PROMPT = [9, *range(13)]
 NUM_TURNS = 10

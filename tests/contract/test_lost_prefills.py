@@ -27,15 +27,14 @@ from tests.contract.scheduled_core import (
 )
 from vllm_commext.nixl.metadata import WorkerMetadata
 
-pytestmark = pytest.mark.timeout(600)
 NUM_READ = 5 * BLOCK + 1
 COUNTED = 5 * BLOCK
 
 
-@pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
-def make_decode(request: pytest.FixtureRequest, make_core: MakeCore) -> MakeCore:
+@pytest.fixture
+def make_decode(is_async: bool, make_core: MakeCore) -> MakeCore:
     def make(policy: str) -> Core:
-        decode = make_core("kv_consumer", policy=policy, is_async=request.param)
+        decode = make_core("kv_consumer", policy=policy, is_async=is_async)
         decode.worker.fails = lambda request_id: request_id == "d"
         decode.worker.num_read = NUM_READ
         return decode

@@ -39,13 +39,9 @@ from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 from vllm_commext.nixl.reuse import NoReuse
 
-pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 SO_FAR = 19
 MakeEngine = Callable[..., Engine]
-IS_ASYNC = pytest.mark.parametrize(
-    "is_async", [False, True], ids=["one step at a time", "async scheduling"]
-)
 
 
 WHOLE = answer_to(PROMPT, MOST)
@@ -89,7 +85,6 @@ def names_of(engine: Engine, tokens: Sequence[int], **params: Any) -> list[bytes
     return engine.side._reuse._names.of(request, len(tokens))
 
 
-@IS_ASYNC
 def test_the_answer_so_far_is_read_and_not_computed(make: MakeEngine, is_async: bool) -> None:
     """Its engine answers at once, without a step."""
     owner, reader = answering(make, is_async=is_async), make(is_async=is_async)
@@ -111,7 +106,6 @@ def test_the_answer_so_far_is_read_and_not_computed(make: MakeEngine, is_async: 
     assert owner.core.answer("old").tokens == WHOLE
 
 
-@IS_ASYNC
 def test_a_read_that_fails_is_computed_whatever_the_policy(
     make: MakeEngine, is_async: bool
 ) -> None:
@@ -136,7 +130,6 @@ def test_only_answers_that_go_on_are_looked_for(make: MakeEngine, has_owner: boo
     assert (reader.loads, reader.counted) == ([], {})
 
 
-@IS_ASYNC
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
 def test_nothing_is_read_into_a_block_that_a_step_under_way_writes_to(
     make: MakeEngine, role: str, is_async: bool
@@ -261,7 +254,6 @@ def check_offers(owner: Engine, writes: Writes) -> None:
     table.offer = checked
 
 
-@IS_ASYNC
 def test_with_preemptions_every_block_on_offer_holds_what_its_name_says(
     make: MakeEngine, is_async: bool
 ) -> None:

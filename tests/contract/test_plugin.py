@@ -11,8 +11,6 @@ import pytest
 from tests.contract.vllm_process import python, run_at_once
 from vllm_commext.compat.fits import PROVEN_MACHINES
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 NAME = "CommextNixlConnector"
 TOGGLE = "VLLM_COMMEXT_NIXL"
 

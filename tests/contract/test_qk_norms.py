@@ -16,8 +16,6 @@ from tests.kit.ports import free_port
 
 pytest.importorskip("cuda.bindings", reason="vLLM's own norm needs cuda-bindings to be imported")
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 TOGGLE = "VLLM_COMMEXT_REDUCE_RMS"
 RANK = Path(__file__).with_name("qk_norms_rank.py")
 Found = dict[str, list[dict[str, Any]]]

@@ -27,7 +27,6 @@ from vllm_commext.compat import monkey_patch, resets
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
 
-pytestmark = pytest.mark.timeout(600)
 PROMPT = list(range(14))
 FIRST = next_token(PROMPT)
 ANSWER = [FIRST, next_token([*PROMPT, FIRST])]
@@ -133,7 +132,6 @@ def test_new_weights_end_what_a_prefill_engine_keeps(
 
 
 @each_reset
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_a_token_that_came_before_new_weights_is_not_used(
     make_core: MakeCore, reset: Callable[[Core], None], is_async: bool
 ) -> None:
@@ -192,8 +190,6 @@ def test_blocks_whose_load_is_under_way_at_new_weights_are_not_used(
 
 
 @pytest.mark.parametrize("state", PAUSES)
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["one step at a time", "async scheduling"])
 def test_caches_can_be_cleared_while_a_load_is_under_way(
     make_core: MakeCore, state: PauseState, policy: str, is_async: bool
 ) -> None:

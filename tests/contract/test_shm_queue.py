@@ -21,8 +21,6 @@ from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.codec import MARK, Decoder, Encoder
 from vllm_commext.shm.queue import MessageQueue
 
-# A process that imports vLLM takes seconds, and much longer on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).with_name("queue_ranks.py")
 STOCK = "vllm.distributed.device_communicators.shm_broadcast"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"

@@ -36,12 +36,10 @@ from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
 from vllm_commext.nixl.first_token import FirstToken
 
-pytestmark = pytest.mark.timeout(600)
 
-
-@pytest.fixture(params=[False, True], ids=["one step at a time", "async scheduling"])
-def decode(request: pytest.FixtureRequest, make_core: MakeCore) -> Core:
-    return make_core("kv_consumer", is_async=request.param)
+@pytest.fixture
+def decode(is_async: bool, make_core: MakeCore) -> Core:
+    return make_core("kv_consumer", is_async=is_async)
 
 
 def is_awaited(decode: Core) -> bool:
@@ -113,7 +111,6 @@ def test_what_cannot_be_used_is_computed_here(
     assert decode.ways == {way: 1}
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_without_a_first_token_is_the_policys(
     make_core: MakeCore, channel: Channel, decode: Core, policy: str
 ) -> None:
@@ -148,7 +145,6 @@ def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
     assert decode.ways == {FirstToken.ENGINE: 1}
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["before the token", "when it is loaded"])
 def test_a_request_that_is_aborted_before_its_token_is_told_nothing_and_forgotten(
