@@ -92,14 +92,12 @@ def inject(fault: Fault, testbed: Testbed, load: Load) -> list[str]:
 
 def _restart(role: str, *, as_another: bool) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
-        scene.load.running.leave(*scene.testbed.names(role), lost=True)
         scene.testbed.restart(role, as_another=as_another)
 
     return act
 
 
 def _kill_pair(scene: Scene) -> None:
-    scene.load.running.leave(*scene.testbed.names(DECODE), lost=True)
     for role in (PREFILL, DECODE):
         scene.testbed.signal(role, signal.SIGKILL)
     for role in (PREFILL, DECODE):
@@ -224,7 +222,6 @@ def _drain_decode(scene: Scene) -> list[str]:
         ]
         time.sleep(scene.rng.uniform(0.5, 1.5))
         testbed.admin.drain(url)
-        scene.load.running.leave(*testbed.names(DECODE), lost=False)
         testbed.admin.undrain(url)
         answers = [one.result() for one in asked]
     verdicts = [scene.load.note(*pair) for pair in zip(expected, answers, strict=True)]
@@ -233,14 +230,12 @@ def _drain_decode(scene: Scene) -> list[str]:
 
 def _kill_while_moving(*, taker: bool) -> Callable[[Scene], None]:
     def act(scene: Scene) -> None:
-        testbed, running = scene.testbed, scene.load.running
+        testbed = scene.testbed
         drained = testbed.url(DECODE)
         testbed.admin.begin_drain(drained)
         time.sleep(scene.rng.uniform(0.0, LONGEST_MOVE_SECONDS))
         if taker:
-            running.leave(*testbed.names(DECODE), lost=False)
             testbed.exchange(DECODE)
-        running.leave(*testbed.names(DECODE), lost=True)
         testbed.signal(DECODE, signal.SIGKILL)
         testbed.admin.undrain(drained)
         testbed.restart(DECODE, as_another=False)

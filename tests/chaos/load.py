@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import httpx
 
 from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge, verdict
-from tests.chaos.running import Running
 from tests.chaos.schedule import BOUND_SECONDS, MAX_TOKENS
 from tests.chaos.talk import Talk
 from tests.kit.cluster import MODEL_NAME
@@ -108,7 +106,6 @@ class Load:
     pause_seconds: float = 0.0
     salts: bool = False
     talks: Sequence[Talk] = ()
-    running: Running = field(default_factory=Running)
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
@@ -176,13 +173,13 @@ class Load:
             if not self._go.wait(0.2):
                 continue
             self._busy[number] = 1
-            found = self._ask(number, rng) if self._go.is_set() else RIGHT
+            found = self._ask(rng) if self._go.is_set() else RIGHT
             self._busy[number] = 0
             self._stop.wait(self.pause_seconds if found == RIGHT else AFTER_ERROR_SECONDS)
 
-    def _ask(self, number: int, rng: random.Random) -> str:
+    def _ask(self, rng: random.Random) -> str:
         if self.talks and rng.random() < TALKS:
-            return self._talk(number, rng)
+            return self._talk(rng)
         known = rng.choice(self.known)
         stream = rng.random() < (0.5 if self.max_tokens == MAX_TOKENS else MOST)
         extra = {**known.extra, **(WITHOUT_LOGPROBS if stream and rng.random() < 0.5 else {})}
@@ -194,20 +191,17 @@ class Load:
             extra=self.salted(extra),
             max_tokens=num_tokens,
             timeout_seconds=self.bound_seconds,
-            on_begin=partial(self._begin, number),
         )
-        found = self.note(first(known.right, num_tokens), answer)
-        self._end(number, found, answer.error)
-        return found
+        return self.note(first(known.right, num_tokens), answer)
 
-    def _talk(self, number: int, rng: random.Random) -> str:
+    def _talk(self, rng: random.Random) -> str:
         talk, started = rng.choice(self.talks), time.monotonic()
         text, error = "", ""
         try:
             if rng.random() < 0.5:
                 text = talk.ask_whole(self.url, self.bound_seconds)
             else:
-                text = talk.ask(self.url, self.bound_seconds, partial(self._begin, number))
+                text = talk.ask(self.url, self.bound_seconds)
         except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
             error = f"{type(caught).__name__}: {caught}"
         seconds = time.monotonic() - started
@@ -216,15 +210,7 @@ class Load:
             *(found, error),
             lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}",
         )
-        self._end(number, found, error)
         return found
-
-    def _begin(self, number: int, headers: Mapping[str, str]) -> None:
-        self.running.begin(number, headers["X-Commext-Decode"])
-
-    def _end(self, number: int, found: str, error: str) -> None:
-        why = f": {_shortened(error)}" if found == ERROR else ""
-        self.running.end(number, f"{found}{why}")
 
 
 def _shortened(text: str) -> str:

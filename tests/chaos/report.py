@@ -26,8 +26,8 @@ class FaultRecord:
 @dataclass
 class RunRecord:
     """A whole run: requests by verdict, errors by their text, streams whose decode engine was lost
-    (``resumes``) or drained (``moves``) by how they ended, as the proxy counts, and ``lost`` as
-    clients do; ``problems`` outside of a fault, and kinds that this machine does not permit."""
+    (``resumes``) or drained (``moves``) by how they ended, as the proxy counts; ``problems``
+    outside of a fault, and kinds that this machine does not permit."""
 
     settings: dict[str, Any]
     faults: list[FaultRecord] = field(default_factory=list[FaultRecord])
@@ -35,7 +35,6 @@ class RunRecord:
     errors: Counter[str] = field(default_factory=Counter[str])
     resumes: Counter[str] = field(default_factory=Counter[str])
     moves: Counter[str] = field(default_factory=Counter[str])
-    lost: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
     problems: list[str] = field(default_factory=list[str])
     skipped: dict[str, str] = field(default_factory=dict[str, str])
@@ -74,15 +73,13 @@ def describe(recovery: Recovery) -> str:
 def as_markdown(run: RunRecord) -> str:
     """The verdict, a row a kind, then what was wrong."""
     wrong = failures(run)
-    streams = f"{run.lost.total()} streams ran at a decode engine that was killed"
     lines = [
         *("# Chaos run", "", "FAILED" if wrong else "PASSED", ""),
         *(f"- {name}: {value}" for name, value in run.settings.items()),
         f"- {len(run.faults)} faults in {run.seconds:.0f} s",
         f"- requests: {_told(run.verdicts)}",
-        f"- {streams}: {_told(run.lost)}",
-        f"- the proxy counts {run.resumes.total()} that lost theirs: {_told(run.resumes)}",
-        f"- {run.moves.total()} streams had theirs drained: {_told(run.moves)}",
+        f"- {run.resumes.total()} streams lost their decode engine: {_told(run.resumes)}",
+        f"- {run.moves.total()} streams had it drained: {_told(run.moves)}",
         "",
         "Seconds are from the peer's return to the end of the first good request.",
         "",

@@ -73,7 +73,6 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             load.stop()
         record.seconds = time.monotonic() - started
         record.verdicts, record.errors, record.samples = load.verdicts, load.errors, load.samples
-        record.lost = load.running.lost
         record.resumes = testbed.streams_by("commext_proxy_resumes_total")
         record.moves = testbed.streams_by("commext_proxy_moves_total")
     return record
@@ -171,7 +170,7 @@ class _Run:
         self._record.faults.append(FaultRecord(fault.number, fault.kind, recovery, tuple(problems)))
         self._say(
             f"{fault.number:4d} {fault.kind:22s} {back - started:5.1f} s, {describe(recovery)}; "
-            f"{dict(self._load.verdicts)}; streams lost: {dict(self._load.running.lost)}"
+            f"{dict(self._load.verdicts)}"
             f"{''.join(f'; PROBLEM: {one}' for one in problems)}"
         )
         if killed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Talk:
     body: Mapping[str, Any]
     text: str = ""
 
-    def ask(self, url: str, seconds: float, on_begin: Callable[[Mapping[str, str]], object]) -> str:
+    def ask(self, url: str, seconds: float) -> str:
         """The text of a streamed answer.
 
         Raises:
@@ -64,7 +64,6 @@ class Talk:
         with stream(f"{url}{self.path}", body, timeout_seconds=seconds) as answer:
             if answer.status_code != 200:
                 raise CompletionError(url, answer.status_code, answer.read().decode())
-            on_begin(answer.headers)
             return "".join(_texts_of_stream(url, lines_of(answer.iter_text())))
 
     def ask_whole(self, url: str, seconds: float) -> str:

@@ -138,10 +138,6 @@ class Testbed:
     def exchange(self, role: str) -> None:
         self.engines[role], self.spares[role] = self.spares[role], self.engines[role]
 
-    def names(self, role: str) -> tuple[str, str]:
-        is_spare = self.engines[role].name != role
-        return f"{role}{int(is_spare)}", f"{role}{int(not is_spare)}"
-
     def signal(self, role: str, number: signal.Signals) -> None:
         self.engines[role].server.signal_all(number)
 

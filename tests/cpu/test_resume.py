@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from tests.cpu.event_streams import (
     CHAT,
@@ -34,7 +33,6 @@ from tests.cpu.test_first_token import TOOLS, with_markup
 from tests.cpu.test_speculation import NGRAM, speculation
 from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
-from tests.kit.installed import VLLM
 from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.prompts import CHAT_TEMPLATE
 from tests.kit.servers import Server, VllmServer
@@ -61,13 +59,12 @@ CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
 REUSED = "vllm:commext_nixl_reuse_blocks_total"
-HAS_REUSE = Version("0.32") <= VLLM
 ADAPTER, NGRAMS = "adapted", "ngrams"
 # Kinds of models, whether servers offer blocks to one another, and what else they do.
 SERVED = (
-    pytest.param(("llama", HAS_REUSE, ""), id="llama"),
+    pytest.param(("llama", True, ""), id="llama"),
     pytest.param(("llama", False, ""), marks=pytest.mark.long, id="llama without reuse"),
-    pytest.param(("llama", HAS_REUSE, ADAPTER), marks=pytest.mark.long, id="lora"),
+    pytest.param(("llama", True, ADAPTER), marks=pytest.mark.long, id="lora"),
     pytest.param(("llama", False, NGRAMS), marks=pytest.mark.long, id="n-grams"),
     pytest.param(("granite1", False, ""), marks=pytest.mark.long, id="granite1"),
     pytest.param(("qwen3next", False, ""), marks=pytest.mark.long, id="qwen3next"),
