@@ -2,7 +2,6 @@
 scheduler: when it comes, and what else may come before it; ``test_first_token.py`` has the rest."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -71,12 +70,9 @@ def test_a_token_is_sent_while_there_is_no_room_for_its_prompt(
     decode.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     channel.begin(PROMPT)
     channel.directory.tell(KEY, *offered(make_core, max_tokens=3))
-    for _ in range(25):  # of the other's tokens: what is told comes in its own time
-        if decode.answer("d").tokens:
-            break
-        time.sleep(0.1)
-        decode.turn()
-    assert decode.answer("d").tokens == [FIRST]
+    decode.turn()  # it asks
+    prompts_of(decode)._asker.wait_for_token("d", BOUND_SECONDS)
+    turn_until(decode, lambda: decode.answer("d").tokens == [FIRST])
     assert not decode.worker.loads
     assert not has_ended(decode, "other")
     turn_until(decode, lambda: has_ended(decode, "d"))
@@ -112,10 +108,10 @@ def test_what_cannot_be_used_is_computed_here(
 
 
 def test_a_load_that_fails_without_a_first_token_is_the_policys(
-    make_core: MakeCore, channel: Channel, decode: Core, policy: str
+    make_core: MakeCore, channel: Channel, is_async: bool, policy: str
 ) -> None:
     """A token that comes then is not used."""
-    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
+    decode = make_core("kv_consumer", policy=policy, is_async=is_async)
     before = free(decode)
     decode.worker.fails = lambda request_id: True
     begin(decode, channel, max_tokens=3)
@@ -148,9 +144,9 @@ def test_an_engine_that_is_paused_when_the_token_comes_computes_it(
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["before the token", "when it is loaded"])
 def test_a_request_that_is_aborted_before_its_token_is_told_nothing_and_forgotten(
-    make_core: MakeCore, channel: Channel, decode: Core, is_loaded: bool, fails: bool, policy: str
+    make_core: MakeCore, channel: Channel, is_async: bool, is_loaded: bool, fails: bool, policy: str
 ) -> None:
-    decode = make_core("kv_consumer", policy=policy, is_async=decode._depth == 2)
+    decode = make_core("kv_consumer", policy=policy, is_async=is_async)
     decode.worker.fails = lambda request_id: fails
     before = free(decode)
     begin(decode, channel, max_tokens=3)
