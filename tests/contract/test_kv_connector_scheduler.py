@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduler_engine import (
-    BLOCK,
     REMOTE_IDS,
     TO_PREFILL,
     Engine,
@@ -91,29 +90,6 @@ def test_what_is_not_for_this_engine_is_left_alone(
     engine = make_engine(role)
     request = request_of("r", to_decode() if params == "decode" else params)
     assert engine.schedule(request)[1] == 0
-    assert engine.finish(request, FINISHED[0]) == (False, None)
-    assert engine.step() == StepMetadata()
-
-
-@pytest.mark.parametrize("num_warm", [0, 4, 8, 12])
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_the_missing_blocks_are_loaded(make_engine: MakeEngine, role: str, num_warm: int) -> None:
-    engine = make_engine(role)
-    if num_warm:
-        warm(engine, num_warm)
-    request = request_of("r", to_decode())
-    assert engine.schedule(request) == (num_warm, 14 - num_warm)
-    (load,) = engine.step().loads
-    assert load.awaited
-    assert (load.request_id, load.refusal) == ("r", "")
-    (blocks,) = load.blocks
-    assert blocks.first == num_warm // BLOCK
-    assert load.block_ids == engine.block_ids(request)[blocks.first :]
-    assert load.num_tokens == 14
-    assert load.remote.block_ids == (tuple(REMOTE_IDS[0]),)
-    assert load.remote.request_id == "there"
-    assert (load.remote.fence_slot, load.remote.fence_nonce) == (7, 255)
-    assert engine.step() == StepMetadata()
     assert engine.finish(request, FINISHED[0]) == (False, None)
     assert engine.step() == StepMetadata()
 

@@ -1,7 +1,6 @@
 """What the scheduler side reports of itself: what its side channel refused, and its quarantine."""
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.contract.scheduler_engine import TO_PREFILL, request_of
 from tests.kit.descriptions import description
 from tests.kit.load_states import begin_load
 from tests.kit.ports import free_port
-from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.layout import (
@@ -193,9 +191,3 @@ def staged(stage: int, rank: int) -> bytes:
 def gauge(side: SchedulerSide, name: str) -> float:
     stats = side.take_stats()
     return stats["gauges"]["scheduler"][name]
-
-
-def test_a_secret_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
-    missing = str(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="side_channel_secret_file"):
-        scheduler_side(free_port(), side_channel_secret_file=missing)
