@@ -30,7 +30,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kinds", type=lambda text: tuple(text.split(",")), default=tuple(KINDS), help="by commas"
     )
-    parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
     parser.add_argument(
         "--spares",
         action="store_true",
@@ -45,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
         help="decode engines cache prefixes and offer blocks to one another: streams that move are "
         "read from the engine that drains",
     )
-    parser.add_argument("--adaptive", action="store_true", help="requests that the proxy places")
     parser.add_argument(
         "--talks", action="store_true", help="chats, messages, responses and tool calls, too"
     )

@@ -18,7 +18,7 @@ class Engine:
     http_port: int
     engine_id: str
     side_channel_port: int
-    policy: str
+    policy: str = "recompute"
     generation: int = 0
     running: VllmServer | None = None
     pids: frozenset[int] = frozenset()

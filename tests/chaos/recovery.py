@@ -21,8 +21,8 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
 
     An answer through the proxy is either computed by the decode engine from the start, which the
     proxy counts, or after a failed load, which the decode engine counts where its policy permits
-    it, or read; of engines without roles, one may be placed to do all. Where another request was
-    counted at the same time nothing is proven, and one more is sent."""
+    it, or read. Where another request was counted at the same time nothing is proven, and one more
+    is sent."""
     attempts = 1
     why = wait_for_proxy(testbed.proxy_url, back + GIVE_UP_SECONDS)
     while time.monotonic() < back + GIVE_UP_SECONDS:
@@ -46,9 +46,7 @@ def recover(testbed: Testbed, load: Load, back: float) -> Recovery:
 
 
 def _not_read(testbed: Testbed) -> float:
-    page = testbed.proxy_metrics()
-    placed = page.total(LOCAL_PREFILLS, reason="placement")
-    return page.total(LOCAL_PREFILLS) - placed + testbed.failed_loads()
+    return testbed.proxy_metrics().total(LOCAL_PREFILLS) + testbed.failed_loads()
 
 
 def wait_for_proxy(url: str, deadline: float) -> str:

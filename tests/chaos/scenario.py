@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 
 from tests.chaos.faults import LONG_PROMPT, inject
@@ -94,7 +94,7 @@ def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> tuple[list[
 
 def _link(scenario: Scenario, record: RunRecord, stack: ExitStack) -> Link | None:
     reason = "not asked for"
-    if scenario.namespaces and not scenario.adaptive:
+    if scenario.namespaces:
         try:
             return stack.enter_context(namespace_link())
         except NetworkError as error:
@@ -144,10 +144,6 @@ class _Run:
             self._record.settings["reused"] = reused = self._stage.reused()
             if not reused["blocks"]:
                 self._record.problems.append("no stream was read from the engine that it left")
-        if self._scenario.adaptive:
-            self._record.settings["placed"] = placed = self._stage.placements()
-            if not all(placed[kind] for kind in ("local", "handed_over")):
-                self._record.problems.append(f"placed in one way alone: {placed}")
         if not self._load.stop():
             self._record.problems.append("clients did not end within their bound")
 
@@ -193,17 +189,10 @@ class _Run:
             complete(url, model, (65,) * LONG_PROMPT, max_tokens=2)
             for size in range(1, NUM_KERNELS + 1):
                 complete(url, model, (65,) * size, max_tokens=1)
-        for source, target in self._pairs():
+        for source, target in product(self._stage.urls(PREFILL), self._stage.urls(DECODE)):
             params = {"kv_transfer_params": prefill(source, model, prompt)}
             complete(target, model, prompt, max_tokens=2, extra=params)
         time.sleep(WARM_UP_SECONDS)
-
-    def _pairs(self) -> list[tuple[str, str]]:
-        prefill, decode = self._stage.urls(PREFILL), self._stage.urls(DECODE)
-        if self._scenario.adaptive:
-            alone, everyone = self._stage.url(PREFILL), [*prefill, *decode]
-            return [pair for pair in permutations(everyone, 2) if pair[1] != alone]
-        return list(product(prefill, decode))
 
     def _settle(self, when: str, roles: Sequence[str], *, compare: bool = False) -> None:
         problems: list[str] = []

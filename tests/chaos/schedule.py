@@ -111,17 +111,16 @@ class Scenario:
     """How a run goes; what is not said here its name says.
 
     Without ``plain_reference`` the right answers are the prefill engine's before the first fault.
-    ``policy`` is the decode engine's first; each of its restarts takes the other one. A
-    ``connector`` that does damage has to make the run fail. ``spares``: each role has a second
-    engine, which faults come to only by ``Testbed.aim``, and decode engines keep their policy.
-    ``streams``: prompts are computed in several chunks, and read while they are. ``reuse``: decode
-    engines cache prefixes and offer blocks to one another; each request has a salt of its own, so
-    that it is read all the same. ``adaptive``: the proxy places requests, on loopback alone; the
-    prefill engine takes prompts alone, the others either step. With more than ``MAX_TOKENS`` as
-    ``max_tokens`` answers are as long as that, and faults come to the engine that has most under
-    way; what engines hold is not counted then. ``talks``: chats, messages, responses and tool calls
-    are among the requests. ``name``: another model than the tiny one that every other request is
-    for. After ``max_seconds`` no fault begins, and no more requests are waited for."""
+    A decode engine takes the other policy at each restart. A ``connector`` that does damage has to
+    make the run fail. ``spares``: each role has a second engine, which faults come to only by
+    ``Testbed.aim``, and decode engines keep their policy. ``streams``: prompts are computed in
+    several chunks, and read while they are. ``reuse``: decode engines cache prefixes and offer
+    blocks to one another; each request has a salt of its own, so that it is read all the same. With
+    more than ``MAX_TOKENS`` as ``max_tokens`` answers are as long as that, and faults come to the
+    engine that has most under way; what engines hold is not counted then. ``talks``: chats,
+    messages, responses and tool calls are among the requests. ``name``: another model than the tiny
+    one that every other request is for. After ``max_seconds`` no fault begins, and no more requests
+    are waited for."""
 
     seed: int
     num_requests: int
@@ -133,12 +132,10 @@ class Scenario:
     namespaces: bool = True
     plain_reference: bool = True
     max_delay_seconds: float = 2.0
-    policy: str = "recompute"
     connector: str = cluster.CONNECTOR
     spares: bool = False
     streams: bool = False
     reuse: bool = False
-    adaptive: bool = False
     args: Sequence[str] = ()
     proxy_args: Sequence[str] = ()
     max_tokens: int = MAX_TOKENS

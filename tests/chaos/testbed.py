@@ -30,7 +30,6 @@ from tests.kit.parity import complete, post
 from tests.kit.served import ADAPTER
 from tests.kit.servers import LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
-from vllm_commext.proxy.engines.choice import KINDS
 from vllm_commext.proxy.session.resume import Resume
 
 COMPILED_LATE = '"ngram"'
@@ -64,9 +63,6 @@ PROXY_ARGS = (
     "--decode-timeout", f"{DECODE_STEP_SECONDS:g}",
     "--health-interval", "0.25", "--health-timeout", "3",
 )  # fmt: skip
-BOTH, ONE = "--engine", "--prefill"
-LIMITS = ("--ttft-ms", "1000", "--tpot-ms", "20")
-"""About what a token takes here beside prompts, so that many of these are handed over."""
 # Where another engine can serve it, no request waits for one that has fallen silent.
 SPARE_PROXY_ARGS = ("--engine-lost", "3")
 
@@ -97,14 +93,9 @@ class Testbed:
         args += ["--stream-chunks", "auto" if self.scenario.streams else "never"]
         self.admin = AdminPort(self.folder)
         args += [*self.admin.args, *self.scenario.proxy_args]
-        urls = {role: self.urls(role) for role in ROLES}
-        if self.scenario.adaptive:
-            args += [*LIMITS, "--placement", "adaptive"]
-            alone = self.url(PREFILL)
-            for url in (one for of in urls.values() for one in of):
-                args += [ONE if url == alone else BOTH, url]
-            urls = dict.fromkeys(ROLES, list[str]())
-        self.proxy = ProxyServer("proxy", urls[PREFILL], urls[DECODE], self.folder, args=args)
+        self.proxy = ProxyServer(
+            "proxy", self.urls(PREFILL), self.urls(DECODE), self.folder, args=args
+        )
         self.proxy.start()
         self.proxy.wait_ready()
 
@@ -169,7 +160,7 @@ class Testbed:
 
     def failed_loads(self) -> float:
         """Requests so far whose load failed and that their decode engine then computed."""
-        readers = [one for one in self._all() if self.scenario.adaptive or one.role == DECODE]
+        readers = [one for one in self._all() if one.role == DECODE]
         readers = [one for one in readers if one.policy == "recompute"]
         return sum(scrape(self._url(engine)).total(FAILED_LOADS) for engine in readers)
 
@@ -187,13 +178,6 @@ class Testbed:
     def reused(self) -> dict[str, int]:
         self.count_reused()
         return {what: sum(one[what] for one in self._reused.values()) for what in REUSED}
-
-    def placements(self) -> dict[str, int]:
-        """Attempts so far by where they were placed."""
-        page = self.proxy_metrics()
-        return {
-            kind: int(page.total("commext_proxy_placements_total", kind=kind)) for kind in KINDS
-        }
 
     def streams_by(self, name: str) -> Counter[str]:
         """The streams that have lost or left their decode engine, by what became of them."""
@@ -258,7 +242,7 @@ class Testbed:
         return f"http://{self.host(engine.role)}:{engine.http_port}"
 
     def _begin(self, role: str, name: str) -> Engine:
-        engine = Engine(name, role, free_port(), f"{name}-0", free_port(), self.scenario.policy)
+        engine = Engine(name, role, free_port(), f"{name}-0", free_port())
         self._launch(engine)
         return engine
 
@@ -268,7 +252,7 @@ class Testbed:
         does_damage = connector != cluster.CONNECTOR
         caches = self.scenario.reuse and engine.role == DECODE
         config = cluster.kv_transfer_config(
-            "kv_both" if self.scenario.adaptive else ROLES[engine.role],
+            ROLES[engine.role],
             connector=connector,
             module_path=CORRUPTING_MODULE if does_damage else None,
             policy=engine.policy,
