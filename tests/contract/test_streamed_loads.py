@@ -1,5 +1,6 @@
-"""The prefill engine's first token for a prompt that is read while it is computed, in vLLM's own
-scheduler: when it comes, and what else may come before it; ``test_first_token.py`` has the rest."""
+"""Prompts that are read while they are computed, in vLLM's own scheduler: when the prefill engine's
+first token comes, and what else may come before it; where that engine is lost before all is read,
+what has been read counts, for the request itself and for all that begin like it."""
 
 import threading
 from typing import Any
@@ -23,6 +24,7 @@ from tests.contract.arrivals import (
     single_answer,
 )
 from tests.contract.scheduled_core import (
+    BLOCK,
     BOUND_SECONDS,
     Core,
     assert_nothing_is_held,
@@ -34,6 +36,10 @@ from tests.contract.scheduled_core import (
 from vllm_commext.nixl.decode import remote_tokens
 from vllm_commext.nixl.decode.load_state import TokenPhase
 from vllm_commext.nixl.first_token import FirstToken
+from vllm_commext.nixl.metadata import WorkerMetadata
+
+NUM_READ = 5 * BLOCK + 1
+COUNTED = 5 * BLOCK
 
 
 @pytest.fixture
@@ -206,3 +212,95 @@ def test_an_engine_that_computes_waits_for_no_token(
     assert waited == [0.0]
     assert not has_ended(decode, "other")
     assert decode.ways["not_offered"] == 1
+
+
+@pytest.fixture
+def make_decode(is_async: bool, make_core: MakeCore) -> MakeCore:
+    def make(policy: str) -> Core:
+        decode = make_core("kv_consumer", policy=policy, is_async=is_async)
+        decode.worker.fails = lambda request_id: request_id == "d"
+        decode.worker.num_read = NUM_READ
+        return decode
+
+    return make
+
+
+def first_computed(decode: Core, name: str) -> int:
+    """Of a request, the first position that was computed here."""
+    return decode.worker.computed[name][0]
+
+
+def ask_again(decode: Core) -> int:
+    """The same prompt, from nobody: where its computation begins."""
+    decode.add(request_of("again", PROMPT, None, max_tokens=3))
+    decode.run("again")
+    return first_computed(decode, "again")
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["", "after the first token"])
+def test_the_rest_alone_is_computed(
+    make_core: MakeCore, channel: Channel, make_decode: MakeCore, is_told: bool
+) -> None:
+    decode = make_decode("recompute")
+    before = free(decode)
+    begin(decode, channel, max_tokens=5)
+    if is_told:
+        channel.directory.tell(KEY, *offered(make_core, max_tokens=5))
+        turn_until(decode, lambda: bool(decode.answer("d").tokens))
+    end_load(decode)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=5)
+    assert first_computed(decode, "d") == COUNTED
+    assert decode.failures == {"transfer": 1}
+    assert_nothing_is_held(decode, before)
+
+
+@pytest.mark.parametrize("end", ["fail", "abort"])
+def test_who_asks_again_finds_what_was_read(
+    make_core: MakeCore, channel: Channel, make_decode: MakeCore, end: str
+) -> None:
+    decode = make_decode("fail")
+    before = free(decode)
+    begin(decode, channel, max_tokens=3)
+    if end == "abort":
+        decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+        decode.worker.holds_loads = False
+        turn_until(decode, lambda: not decode.worker.loads)
+    else:
+        end_load(decode)
+        assert decode.answer("d").finish_reason == FinishReason.ERROR
+    assert ask_again(decode) == COUNTED
+    assert decode.answer("again") == single_answer(make_core, max_tokens=3)
+    assert_nothing_is_held(decode, before)
+
+
+def test_blocks_of_a_late_load_stay_out_of_use_but_for_those_that_are_here(
+    make_core: MakeCore, channel: Channel, make_decode: MakeCore
+) -> None:
+    """Its last read may still write to the others."""
+    decode = make_decode("recompute")
+    before = free(decode)
+    begin(decode, channel, max_tokens=3)
+    manager, prompts = decode.scheduler.kv_cache_manager, prompts_of(decode)
+    (filled,) = manager.get_block_ids("d")
+    prompts.note_outcomes([], WorkerMetadata(late={"d"}))
+    decode.worker.holds_loads = False
+    turn_until(decode, lambda: bool(decode.answer("d").tokens))
+    (used,) = manager.get_block_ids("d")
+    assert used[:5] == filled[:5]
+    assert not set(used[5:]) & set(filled)
+    turn_until(decode, lambda: has_ended(decode, "d"))
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
+    assert first_computed(decode, "d") == COUNTED
+    prompts.note_outcomes([], WorkerMetadata(settled={"d": 1}))
+    assert_nothing_is_held(decode, before)
+
+
+def test_what_was_read_before_new_weights_does_not_count(
+    make_core: MakeCore, channel: Channel, make_decode: MakeCore
+) -> None:
+    decode = make_decode("recompute")
+    begin(decode, channel, max_tokens=3)
+    prompts_of(decode).forget_computed()
+    end_load(decode)
+    assert decode.answer("d") == single_answer(make_core, max_tokens=3)
+    assert first_computed(decode, "d") == 0
