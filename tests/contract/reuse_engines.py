@@ -37,7 +37,6 @@ class Engine:
     port: int
     folder: Path
     loads: list[Any] = field(default_factory=list[Any])
-    num_prompt: dict[str, int] = field(default_factory=dict[str, int])
     counted: Counter[str] = field(default_factory=Counter[str])
 
     @property
@@ -64,11 +63,6 @@ class Engine:
             kv_params["answer_token_ids"] = list(tokens[count:])
         prompt, sampling = tokens[:count], {"max_tokens": params.get("max_tokens", MOST)}
         self.core.add(changed(request_of(name, prompt, kv_params, **sampling), params, self))
-
-    def num_computed(self, name: str) -> int:
-        """Prompt positions that were computed here."""
-        prompt = [one for one in self.core.worker.computed[name] if one < self.num_prompt[name]]
-        return len(prompt)
 
 
 def changed(request: Request, params: dict[str, Any], engine: Engine) -> Request:
@@ -127,8 +121,6 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
 
     def note(step: Any) -> Any:
         one.loads += step.kv_connector_metadata.loads
-        for new in step.scheduled_new_reqs:
-            one.num_prompt[new.req_id] = len(new.prompt_token_ids)
         return execute(step)
 
     take_stats = one.side.take_stats

@@ -75,7 +75,6 @@ class Worker:
         self.loads: list[Any] = []
         self.released: list[str] = []
         self._tokens: dict[str, list[int]] = {}
-        self._loaded: set[str] = set()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run the model and move what is to be moved."""
@@ -170,7 +169,6 @@ class Core:
         self.outputs: list[EngineCoreOutput] = []
         self.ways: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.steps_to_first: dict[str, int] = {}
         self._num_steps = 0
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._depth = 2 if is_async else 1
@@ -234,9 +232,7 @@ class Core:
             stats = getattr(outputs.scheduler_stats, "kv_connector_stats", None)
             self.ways.update(stats["first_tokens"] if stats is not None else {})
             self.failures.update(stats["failures"] if stats is not None else {})
-            for output in outputs.outputs:
-                self.steps_to_first.setdefault(output.request_id, self._num_steps)
-                self.outputs.append(output)
+            self.outputs += outputs.outputs
 
     def run(self, *names: str) -> None:
         """Turns until these requests have ended."""

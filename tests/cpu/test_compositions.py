@@ -41,28 +41,6 @@ def test_another_connector_beside_ours(composed: Cluster) -> None:
     assert scrape(url).minus(before).total(f"{NIXL}first_tokens_total", way="prefill") == 1
 
 
-def test_preemption_on_the_decode_side(composed: Cluster) -> None:
-    """Four requests that each need 7 of 12 blocks in the end: preempted ones begin anew here."""
-    small = ["--num-gpu-blocks-override", "13", "--max-model-len", "256"]
-    pair = composed.pair(composed.model("llama"), decode=[*small, "--no-enable-prefix-caching"])
-    numbers = random.Random(13)
-    asked = [[numbers.randrange(256) for _ in range(100)] for _ in range(4)]
-    name, url = cluster.MODEL_NAME, pair.decode.url
-    own = [complete(url, name, prompt, max_tokens=100) for prompt in asked]
-    before = scrape(url)
-
-    def ask(prompt: Sequence[int]) -> Completion:
-        return cluster.disaggregated(pair.prefill.url, url, name, prompt, max_tokens=100)
-
-    with ThreadPoolExecutor(len(asked)) as threads:
-        got = list(threads.map(ask, asked))
-    counted = scrape(url).minus(before)
-    assert counted.total("vllm:num_preemptions_total") > 0
-    assert counted.total(f"{NIXL}failures_total") == 0
-    differences = [compare(one, two, ATOL) for one, two in zip(own, got, strict=True)]
-    assert [one for one in differences if not one.equal] == []
-
-
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_data_parallelism(composed: Cluster, side: str) -> None:
     """Two ranks on one side, and with them two API servers, which show what both ranks count."""

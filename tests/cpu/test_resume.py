@@ -30,7 +30,6 @@ from tests.cpu.event_streams import (
     told,
 )
 from tests.cpu.test_first_token import TOOLS, with_markup
-from tests.cpu.test_speculation import NGRAM, speculation
 from tests.kit import cluster, fleet
 from tests.kit.fleet import Routing
 from tests.kit.metrics import Metrics, scrape, wait_for_added
@@ -59,13 +58,12 @@ CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
 REUSED = "vllm:commext_nixl_reuse_blocks_total"
-ADAPTER, NGRAMS = "adapted", "ngrams"
+ADAPTER = "adapted"
 # Kinds of models, whether servers offer blocks to one another, and what else they do.
 SERVED = (
     pytest.param(("llama", True, ""), id="llama"),
     pytest.param(("llama", False, ""), marks=pytest.mark.long, id="llama without reuse"),
     pytest.param(("llama", True, ADAPTER), marks=pytest.mark.long, id="lora"),
-    pytest.param(("llama", False, NGRAMS), marks=pytest.mark.long, id="n-grams"),
     pytest.param(("granite1", False, ""), marks=pytest.mark.long, id="granite1"),
     pytest.param(("qwen3next", False, ""), marks=pytest.mark.long, id="qwen3next"),
 )
@@ -107,18 +105,9 @@ class Servers:
         return ADAPTER if self.does == ADAPTER else cluster.MODEL_NAME
 
     def asked(self, names: Iterable[str]) -> list[str]:
-        """Those of these that may be asked.
-
-        vLLM 0.32 and 0.33 for CPUs fill what they divide an engine's guesses by with nothing
-        (`cpu_triton_utils._expand_kernel_impl` writes floats to a copy), as soon as one answer of a
-        step is drawn: all answers with guesses in it are wrong, with or without this package.
-        """
-        drawn = {"a seed"} if self.does == NGRAMS else set[str]()
-        wanted = set(ASKED if os.environ.get("COMMEXT_TEST_LONG") else ALWAYS) - drawn
+        """Those of these that are asked for now."""
+        wanted = ASKED if os.environ.get("COMMEXT_TEST_LONG") else ALWAYS
         return [name for name in names if name in wanted]
-
-    def goes_on(self, name: str) -> bool:
-        return ASKED[name][2] and self.does != NGRAMS
 
     @property
     def drain_file(self) -> Path:
@@ -152,8 +141,6 @@ def servers(
     args += [] if kind == "llama" else ["--no-enable-prefix-caching"]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args += ["--reasoning-parser", "olmo3"]
-    if does == NGRAMS:
-        args += speculation(**NGRAM)
     if does == ADAPTER:
         adapter = write_lora(folder / ADAPTER, model, 0)
         args += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"]
@@ -200,6 +187,10 @@ class Asked:
             return Told("", raw + b"".join(pieces))
 
 
+def goes_on(name: str) -> bool:
+    return ASKED[name][2]
+
+
 @pytest.mark.parametrize(
     "moves", [True, pytest.param(False, marks=pytest.mark.long)], ids=["moved", "not moved"]
 )
@@ -241,15 +232,14 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     num_more = left.total(ENDED, finished_reason="length") - (len(names) - num_moved)
     assert 0 <= num_more <= num_moved  # until it is let go, the first one goes on with those
     assert took.total(ENDED, finished_reason="length") >= num_moved
-    goes_on = [name for name in gone if servers.goes_on(name)]
-    num_read = len(goes_on) * servers.reuses
+    num_read = sum(map(goes_on, gone)) * servers.reuses
     took = wait_for_added(servers.second.url, before["second"], REUSED, at_least=num_read)
     assert took.total(REUSED) >= num_read
     assert servers.reuses or not took.total(REUSED)
     if moves:
         assert results.keys() <= {Resume.RESUMED, Resume.DIFFERS, Resume.ENDING}
         # What is begun anew may end first.
-        sure = {name for name in names if ASKED[name][0] == COMPLETIONS and servers.goes_on(name)}
+        sure = {name for name in names if ASKED[name][0] == COMPLETIONS and goes_on(name)}
         assert gone >= sure, results
     else:
         assert results == {Resume.OFF: len(names)}
@@ -285,7 +275,7 @@ def test_answers_go_on_at_another_server(servers: Servers) -> None:
     assert page.total(RESUMES, result="resumed") == page.total(RESUMES) == len(names)
     wait_for_added(servers.second.url, before, FIRST_TOKENS, at_least=len(names))
     added = scrape(servers.second.url).minus(before)
-    num_going = sum(map(servers.goes_on, names))
+    num_going = sum(map(goes_on, names))
     assert added.total(FIRST_TOKENS, way="resumed") == num_going
     generated = added.total("vllm:generation_tokens_total")  # those of the first server are its own
     assert 0 < generated <= NUM_TOKENS * len(names) - (NUM_FIRST - 2) * num_going
