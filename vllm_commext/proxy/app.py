@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -75,6 +76,7 @@ class ProxyApp:
         self.trace: Trace | None = None
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0
+        self.metrics.in_flight.set_function(lambda: self.num_in_flight)
         self._num_begun = 0
         self._starts = asyncio.Semaphore(_STARTS)
         self._begun_at = deque[float](maxlen=_STARTS)
@@ -175,7 +177,7 @@ class ProxyApp:
 
     async def _take_turn(self) -> None:
         """Begin at once, or where many others have, between two looks at all connections."""
-        begun, now = self._begun_at, asyncio.get_running_loop().time()
+        begun, now = self._begun_at, time.monotonic()
         is_burst = len(begun) == _STARTS and now - begun[0] < _BURST_SECONDS
         begun.append(now)
         if is_burst:
@@ -225,13 +227,11 @@ class ProxyApp:
             message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
             raise ProxyError(503, "overloaded", message)
         self.num_in_flight += 1
-        self.metrics.in_flight.set(self.num_in_flight)
         try:
             with serving(request):
                 yield
         finally:
             self.num_in_flight -= 1
-            self.metrics.in_flight.set(self.num_in_flight)
 
     def _passed_headers(self, request: web.Request) -> dict[str, str]:
         names = (*_TO_ENGINES, *((PRIORITY,) if self.config.client_priority else ()))

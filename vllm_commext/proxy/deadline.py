@@ -40,7 +40,7 @@ class _Watch:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a deadline needs a running asyncio task, and there is none")
-        self._task, self._loop = task, asyncio.get_running_loop()
+        self._task, self._loop = task, task.get_loop()
         self._num_cancels_before = task.cancelling()
         self._begin()
         self._on_lost.add(self._lose)

@@ -47,7 +47,7 @@ def prefix_of(
     body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
 ) -> Prefix:
     """Digests of a prompt of about *tokens*."""
-    salt = _digest(*(_name(body.get(member)) for member in ("model", "cache_salt")))
+    salt = _digest(_name(body.get("model")), _name(body.get("cache_salt")))
     text, num_bytes = prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
     digest, blocks = salt, []
     for start in range(0, len(text) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
@@ -57,8 +57,8 @@ def prefix_of(
     return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
 
 
-def _name(value: Any) -> bytes:
-    return _digest(value.text[:MAX_NAME_BYTES] if isinstance(value, RawJson) else dumps(value))
+def _name(value: Any) -> bytes | memoryview:
+    return value.text[:MAX_NAME_BYTES] if isinstance(value, RawJson) else dumps(value)
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:

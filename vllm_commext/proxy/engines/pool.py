@@ -261,11 +261,8 @@ class Engine:
     load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
 
     def __post_init__(self) -> None:
+        self.name = f"{'engine' if self.role == BOTH else self.role}{self.idx}"
         self.turns, self.repeats = Turns(self.load), Repeats()
-
-    @property
-    def name(self) -> str:
-        return f"{'engine' if self.role == BOTH else self.role}{self.idx}"
 
     @property
     def usable(self) -> bool:

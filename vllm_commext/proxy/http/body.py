@@ -388,10 +388,10 @@ def _compact(window: bytes, kept: bytearray, in_string: bool) -> bool:
 _NESTED = (RawJson, dict)
 
 
-def _has_raw(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_raw, value.values()))
-    return isinstance(value, RawJson)
+def _has_raw(value: RawJson | dict[str, Any]) -> bool:
+    if isinstance(value, RawJson):
+        return True
+    return any(_has_raw(one) for one in value.values() if type(one) in _NESTED)
 
 
 def dumps(value: Any) -> bytes:

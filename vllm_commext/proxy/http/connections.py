@@ -128,7 +128,7 @@ class Connections:
 
     def _idle_of(self, waiting: dict["Connection", None]) -> "Connection | None":
         """The one that waits longest, if that is long enough and nothing of it is to be read."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         for one in list(islice(waiting, _MAX_LOOKS)):
             if now - one.waits_since < MIN_IDLE_SECONDS:
                 break
@@ -159,7 +159,7 @@ class Connections:
             del self._peers[one.peer]
 
     def wait(self, one: "Connection") -> None:
-        one.waits_since = asyncio.get_running_loop().time()
+        one.waits_since = time.monotonic()
         self._waiting[one] = self._peers[one.peer].waiting[one] = None
 
     def serve(self, one: "Connection") -> None:
@@ -198,7 +198,7 @@ class Connections:
 
 class Connection(web.RequestHandler):
     """A client's connection. peer: its address, or IPv6 network. is_open: it is counted.
-    waits_since: the loop's time since which it has kept the proxy waiting."""
+    waits_since: the time since which it has kept the proxy waiting."""
 
     def __init__(
         self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop

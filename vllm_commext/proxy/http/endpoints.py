@@ -79,8 +79,11 @@ def _own_ids(body: Mapping[str, Any]) -> Any:
 def prompt_tokens(body: Mapping[str, Any]) -> int:
     """Estimate the tokens of one prompt, or of all in a batch: at least 1. A long member counts by
     its bytes, like text, whether it is known here or not."""
-    holders = (body, *(body[name] for name in OBJECTS if isinstance(body.get(name), dict)))
-    return max(sum(map(_counted, holders)), num_tokens(_own_ids(body)), 1)
+    total = _counted(body)
+    for name in OBJECTS:
+        if isinstance(inner := body.get(name), dict):
+            total += _counted(inner)
+    return max(total, num_tokens(_own_ids(body)), 1)
 
 
 def _counted(holder: Mapping[str, Any]) -> int:
@@ -107,7 +110,7 @@ def _holders(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     """Bound on the answer's tokens."""
-    given = (holder.get(name) for holder in _holders(body) for name in endpoint.lengths)
+    given = [one.get(name) for one in _holders(body) for name in endpoint.lengths]
     return next((n for n in given if isinstance(n, int) and n > 0), MOST_TOKENS)
 
 

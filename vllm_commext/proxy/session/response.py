@@ -13,7 +13,7 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import in_steps, members_of
+from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
 from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
 from vllm_commext.proxy.http.sse import (
@@ -131,7 +131,8 @@ async def prefilled_params(
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
-        content = await in_steps(members_of(answer.body))
+        is_small = len(answer.body) <= MAX_DECODED_BYTES
+        content = decode(answer.body) if is_small else await in_steps(members_of(answer.body))
     except (ValueError, RecursionError) as error:
         raise bad_answer(engine, f"{len(answer.body)} bytes that are no JSON ({error})") from error
     if status != 200 or not isinstance(content, dict):

@@ -105,14 +105,11 @@ class Session:
         self._asked = Asked(service, request, intake.body, headers)
         outcome.prompt_tokens = self._asked.tokens
         self._kept: Transcript | Resume = self._asked.kept(service)
+        self._transcript = self._kept if isinstance(self._kept, Transcript) else None
         self._steps = Steps(service, self._asked, outcome, self._transcript, self.life)
         self._opened: Opened | None = None
         self._leaving: Leaving | None = None
         self._relay: Relay
-
-    @property
-    def _transcript(self) -> Transcript | None:
-        return self._kept if isinstance(self._kept, Transcript) else None
 
     async def serve(self, request: web.Request, intake: Intake) -> web.StreamResponse:
         """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""

@@ -3,7 +3,8 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_commext.proxy.engines.choice import Plan
@@ -27,7 +28,7 @@ from vllm_commext.proxy.session.response import Opened
 from vllm_commext.proxy.session.resume import MAX_RESUMES
 from vllm_commext.proxy.session.service import Asked, Service
 from vllm_commext.proxy.session.streams import Stream
-from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.transcript import Edit, Transcript, unedited
 from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
 from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
@@ -130,7 +131,7 @@ class Attempt:
             self.route.path, self.route.prefill = TWO_STEP, prefilled.engine.name
             body = two_step.decode_body(body, prefilled.kv_transfer_params)
             self._source = prefilled.engine
-        opened = await self._decode(self._payload(body), self._avoided())
+        opened = await self._decode(body, self._avoided())
         if tries.num_resumed:
             opened.cached_tokens = tries.cached_tokens
         else:
@@ -191,26 +192,27 @@ class Attempt:
         left = [tries.answered_by] if tries.answered_by is not None else []
         return tries.decode + itself + left
 
-    def _payload(self, body: Mapping[str, Any], is_stream: bool | None = None) -> Payload:
-        asked, streams = self._asked, bool(body.get("stream")) if is_stream is None else is_stream
+    def _payload(self, body: Mapping[str, Any], is_stream: bool, edit: Edit = unedited) -> Payload:
+        asked = self._asked
         losses = self._tries.losses
         return Payload(
-            *(asked.path, asked.headers, body, asked.tokens, streams, asked.prefix, losses),
-            *(self.plan, asked.only, self._tries.is_again, self.route.marks),
+            *(asked.path, asked.headers, body, asked.tokens, is_stream, asked.prefix, losses),
+            *(self.plan, asked.only, self._tries.is_again, self.route.marks, edit),
         )
 
-    async def _decode(self, payload: Payload, avoided: Sequence[Engine]) -> Opened:
+    async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
+        edit, is_stream = unedited, bool(body.get("stream"))
         if (transcript := self._transcript) is not None:
-            edit = without_prompt if transcript.hides_ids else payload.edit
-            payload = replace(payload, body=transcript.asking(payload.body), edit=edit)
+            body, edit = transcript.asking(body), transcript.edit
+        payload = self._payload(body, is_stream, edit)
         return await self._service.upstream.decode(payload, avoided, self.route)
 
     def _stream(self) -> Stream:
-        async def ask(payload: Payload, source: Engine) -> Opened:
+        async def ask(body: Mapping[str, Any], source: Engine) -> Opened:
             if not self._has_reader(source):
                 message = f"no decode engine can be asked beside {source.name}"
                 raise ProxyError(503, "no_engine", message, side=DECODE, can_restart=True)
-            return await self._decode(payload, [*self._tries.decode, source])
+            return await self._decode(body, [*self._tries.decode, source])
 
         usable = [one for one in self._service.upstream.decode_pool.engines if one.usable]
         mode, body = self._service.config.stream_chunks, self._asked.body
@@ -347,7 +349,7 @@ class Steps:
     def _next_attempt(self) -> Attempt:
         self._attempt = Attempt(
             *(self._service, self._asked, self.tries, self._transcript),
-            route=replace(self._outcome.route),
+            route=copy(self._outcome.route),
         )
         return self._attempt
 

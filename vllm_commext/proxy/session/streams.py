@@ -93,8 +93,8 @@ class Stream:
         self._place, self._asked = place, engine
         engine.num_waiting += 1
         stream_key = secrets.token_hex(KEY_BYTES)
-        payload = self._payload(decode_body(self._body, stream_key, place))
-        self._decode = asyncio.create_task(self._ask(payload, engine))
+        body = decode_body(self._body, stream_key, place)
+        self._decode = asyncio.create_task(self._ask(body, engine))
         body = prefill_body(self._body, stream_key, key)
         return self._payload(body, is_stream=False)
 

@@ -6,7 +6,7 @@ client has, token by token and letter by letter.
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -62,19 +62,25 @@ class _Passed(msgspec.Struct):
     pieces: list[list[int]]
 
 
+Edit = Callable[[bytes], bytes]
 _DECODER = msgspec.json.Decoder(_Event)
 _PASSED = msgspec.json.Decoder(_Passed)
 
 
+def unedited(events: bytes) -> bytes:
+    return events
+
+
 class Transcript:
     """Tokens and text that a client has. refusal: why its stream is not resumed. hides_ids: it has
-    not asked for ids. has_failed: the engine gave the stream up (*held* is its event for that), or
-    answers otherwise."""
+    not asked for ids. edit: for an answer's beginning. has_failed: the engine gave the stream up
+    (*held* is its event for that), or answers otherwise."""
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
         self._room = room
         self._num_taken, self._num_bytes = 0, num_bytes
         self.hides_ids = not body.get("return_token_ids")
+        self.edit: Edit = without_prompt if self.hides_ids else unedited
         self._ids, self._pieces = array("i"), array("i")
         self._texts: dict[str, bytearray] = {}
         self._end: str | None = None

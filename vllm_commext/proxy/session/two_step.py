@@ -84,7 +84,8 @@ def checked_body(body: Any) -> dict[str, Any]:
         ("vllm_xargs", body.get("vllm_xargs")),
         ("extra_args", extra),
     ):
-        _check_small(name, value)
+        if value:
+            _check_small(name, value)
         if isinstance(value, dict) and "kv_transfer_params" in value:
             raise bad_request(f"expected {name} without kv_transfer_params, which this proxy sets")
     return body

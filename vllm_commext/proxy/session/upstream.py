@@ -16,11 +16,11 @@ from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import Deadline
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
+from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.access import engine_tls
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.connections import SOCKET_BYTES
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
+from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
     DECODE_ANSWERS,
@@ -45,6 +45,7 @@ from vllm_commext.proxy.session.response import (
     read_opening,
 )
 from vllm_commext.proxy.session.streams import Stream
+from vllm_commext.proxy.session.transcript import Edit, unedited
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -67,7 +68,7 @@ class Prefilled:
     cached_tokens: Cached | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
     only: the one engine that can answer. is_again: its prompt has been computed before. edit:
@@ -84,7 +85,10 @@ class Payload:
     only: Engine | None = None
     is_again: bool = False
     marks: list[Mark] = field(default_factory=list[Mark])
-    edit: Callable[[bytes], bytes] = lambda events: events
+    edit: Edit = unedited
+
+    def __post_init__(self) -> None:
+        self.endpoint = ENDPOINTS[self.path]
 
     def mark(self, what: str, engine: Engine) -> None:
         self.marks.append((time.monotonic(), what, engine.name))
@@ -98,10 +102,6 @@ class Payload:
     def streams(self) -> bool | None:
         asked = self.body.get("stream") or False
         return asked if self.endpoint.is_split and isinstance(asked, bool) else None
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return ENDPOINTS[self.path]
 
     @property
     def computes(self) -> bool:
@@ -165,6 +165,10 @@ class Upstream:
         bound = self.config.health_timeout_seconds
         self._timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
+        counted = self.metrics.affinity_tokens.labels
+        self._affinity_tokens = {
+            role: (counted(role, "held"), counted(role, "new")) for role in (PREFILL, DECODE)
+        }
 
     async def prefill(
         self, payload: Payload, failed: Sequence[Engine], stream: Stream
@@ -298,8 +302,9 @@ class Upstream:
                     return None
                 await asyncio.sleep(PICK_INTERVAL_SECONDS)
         held = chosen[1]
-        self.metrics.affinity_tokens.labels(pool.role, "held").inc(held)
-        self.metrics.affinity_tokens.labels(pool.role, "new").inc(payload.tokens - held)
+        num_held, num_new = self._affinity_tokens[pool.role]
+        num_held.inc(held)
+        num_new.inc(payload.tokens - held)
         return chosen
 
     async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> int:
