@@ -112,12 +112,13 @@ fuzz: env ## A million side-channel frames and 100,000 notifications of garbage;
 mutants: env ## Flipped operators and constants that the unit tests notice, 60 a target; SEED=1
 	$(BIN)/python tools/mutants.py --sample 60 --seed $(SEED)
 
-lint: env ## ruff, pyright, who may import whom, budgets of tools/budgets.toml, pictures
+lint: env ## ruff, pyright, who may import whom, budgets of tools/budgets.toml, README's sentences, pictures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/budgets.py
+	$(BIN)/python tools/sentences.py README.md
 	$(BIN)/python tools/pictures.py --check
 
 docs: env ## Write the tables and pictures of docs/, and the operator's alert rules

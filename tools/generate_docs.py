@@ -80,13 +80,6 @@ def rules_for_the_operator() -> str:
     return RULES_HEAD + "".join(f"  {line}\n" for line in lines if not line.startswith("#"))
 
 
-TABLES = {
-    "toggles": (toggles,),
-    "proxy_options": (proxy_options,),
-}
-"""Page to its tables."""
-
-
 def with_table(text: str, name: str, new: str, by: str = "make docs") -> str:
     """The page's text with *new* between its marks.
 
@@ -103,12 +96,10 @@ def with_table(text: str, name: str, new: str, by: str = "make docs") -> str:
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
     found = {RULES: rules_for_the_operator()}
-    for page, tables in TABLES.items():
-        path = ROOT / "docs" / f"{page}.md"
-        text = path.read_text(encoding="utf-8")
-        for make in tables:
-            text = with_table(text, make.__name__, make())
-        found[path] = text
+    for make in (toggles, proxy_options):
+        name = make.__name__
+        path = ROOT / "docs" / f"{name}.md"
+        found[path] = with_table(path.read_text(encoding="utf-8"), name, make())
     return found
 
 
