@@ -88,6 +88,8 @@ def num_tokens(piece: bytes) -> int:
 def opening_error(events: bytes) -> tuple[int, bytes] | None:
     """Code and body of the error that *events* begin with, or None: what comes behind a token is
     the stream's."""
+    if b'"error"' not in events:
+        return None
     for content in _contents(events) or ():
         error = content.get("error")
         if isinstance(error, dict):

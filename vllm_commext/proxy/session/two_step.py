@@ -106,7 +106,7 @@ def local_prefill_reason(
         return LocalPrefill.SEVERAL_SAMPLES
     if body.get("use_beam_search"):
         return LocalPrefill.BEAM_SEARCH
-    if endpoint == COMPLETIONS and not _is_one_prompt(body):
+    if endpoint is COMPLETIONS and not _is_one_prompt(body):
         return LocalPrefill.NOT_ONE_PROMPT
     if _wants_prompt_logprobs(endpoint, body):
         return LocalPrefill.PROMPT_LOGPROBS
@@ -130,7 +130,7 @@ def _is_one_prompt(body: Mapping[str, Any]) -> bool:
 def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
     if body.get("prompt_logprobs") is not None:
         return True
-    echoes = endpoint == COMPLETIONS and bool(body.get("echo"))
+    echoes = endpoint is COMPLETIONS and bool(body.get("echo"))
     return echoes and body.get("logprobs") is not None
 
 

@@ -4,10 +4,17 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
@@ -108,25 +115,19 @@ class Payload:
         """True where engines' time goes by its tokens."""
         return self.tokens > 0 and self.endpoint.computes
 
-    @cached_property
-    def pieces(self) -> Sequence[bytes | memoryview]:
-        return encode(self.body)
+    def content(self) -> tuple[bytes | AsyncIterator[bytes], int]:
+        """Bytes, or windows of many, and their number."""
+        pieces = encode(self.body)
+        num_bytes = sum(map(len, pieces))
+        is_short = num_bytes <= MAX_JOINED_BYTES
+        return b"".join(pieces) if is_short else _windows(pieces), num_bytes
 
-    def content(self) -> bytes | AsyncIterator[bytes]:
-        """Bytes, or windows of many."""
-        if self.num_bytes <= MAX_JOINED_BYTES:
-            return b"".join(self.pieces)
-        return self._windows()
 
-    @cached_property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.pieces))
-
-    async def _windows(self) -> AsyncIterator[bytes]:
-        for piece in self.pieces:
-            for start in range(0, len(piece), _WINDOW_BYTES):
-                yield bytes(piece[start : start + _WINDOW_BYTES])
-                await asyncio.sleep(0)
+async def _windows(pieces: Iterable[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), _WINDOW_BYTES):
+            yield bytes(piece[start : start + _WINDOW_BYTES])
+            await asyncio.sleep(0)
 
 
 def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
@@ -420,10 +421,11 @@ class Upstream:
         return answer, job
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
+        content, num_bytes = payload.content()
         response = await self._session.post(
             engine.url + payload.path,
-            data=payload.content(),
-            headers={**payload.headers, "Content-Length": str(payload.num_bytes)},
+            data=content,
+            headers={**payload.headers, "Content-Length": str(num_bytes)},
             timeout=self._timeout,
             allow_redirects=False,
         )
