@@ -1,11 +1,9 @@
-"""Every kind of array, tensor and object arrives as it was, bare and within others, or `enqueue`
+"""Every kind of array and tensor arrives as it was, bare and within others, or `enqueue`
 raises; no reader crashes.
 
 Each travels through a queue to a reader that also has to answer for what comes after it.
 """
 
-import collections
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,6 @@ import numpy as np
 import pytest
 
 from vllm_commext.shm.queue import MessageQueue
-
-from .test_steps import Colour, Name, Number, Pair
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 LARGE = 9_000  # elements of what goes out of band
@@ -37,7 +33,7 @@ def travel(ends: Ends, obj: object) -> Any:
     alone = reader.dequeue(timeout=30)
     writer.enqueue([obj, {"again": obj}], timeout=30)
     first, rest = reader.dequeue(timeout=30)
-    assert first is rest["again"] or isinstance(obj, (int, float, complex))
+    assert first is rest["again"]
     writer.enqueue("next")
     assert reader.dequeue(timeout=30) == "next"
     return alone, first
@@ -267,31 +263,3 @@ def test_nested_tensors_arrive_or_are_refused(ends: Ends) -> None:
         assert [part.tolist() for part in got.unbind()] == [[1, 1], [1, 1, 1]]
     writer.enqueue("next")
     assert reader.dequeue(timeout=30) == "next"
-
-
-class Bytes(bytes):
-    pass
-
-
-class Array(bytearray):
-    pass
-
-
-OBJECTS: list[Any] = [
-    *(True, 1, 1.0, -0.0, float("inf"), 2**63, -(2**63), 2**200, 1j, Ellipsis, NotImplemented),
-    *(Colour.RED, Number(3), Name("a"), "\ud800\udc00", "\udfff", "", "a\0b"),
-    *(b"", bytearray(), Bytes(b"x" * 20_000), Array(b"x" * 20_000), memoryview, range(3), slice(1)),
-    *((), Pair(1, [2]), [], {}, set(), frozenset((1,)), collections.deque([1], 5)),
-    collections.OrderedDict(b=1, a=2),
-    collections.defaultdict(list, a=[1]),
-    collections.Counter("aab"),
-    {1: "one", 1.5: None, None: 0, (): ()},
-]
-
-
-@pytest.mark.parametrize("sent", OBJECTS, ids=lambda sent: f"{type(sent).__name__}-{sent!r:.20}")
-def test_objects(sent: Any, ends: Ends) -> None:
-    for got in travel(ends, sent):
-        assert type(got) is type(sent)
-        assert repr(got) == repr(sent)
-        assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(sent)))

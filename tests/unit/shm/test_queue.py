@@ -107,16 +107,6 @@ def test_a_long_wait_names_who_is_waited_for(
     assert any(line.startswith(blocked) for line in lines)
 
 
-def test_a_queue_of_another_kind_is_refused_in_plain_words() -> None:
-    writer, _ = make()
-    handle = writer.export_handle().buffer_handle
-    assert handle is not None
-    with pytest.raises(ProtocolError, match="VLLM_COMMEXT_SHM_QUEUE"):
-        tuple(handle)  # what vLLM's own queue does first
-    with pytest.raises(ProtocolError, match="VLLM_COMMEXT_SHM_QUEUE"):
-        MessageQueue.create_from_handle(object(), 0)  # pyright: ignore[reportArgumentType]
-
-
 def test_local_traffic_needs_no_thread_and_a_descriptor_an_end() -> None:
     gc.collect()
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))

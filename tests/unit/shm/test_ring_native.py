@@ -23,32 +23,32 @@ def compiled(words: list[str], gcc: str = str(GCC)) -> "subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_the_core_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
-    program = tmp_path / "ring_stress"
-    flags = ["-D_GNU_SOURCE", "-g", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    result = compiled([*flags, f"-I{SOURCES}", str(STRESS), "-o", str(program), "-pthread"])
-    if "cannot find" in result.stderr:
-        pytest.skip(f"gcc has no runtime for -fsanitize={sanitizer}")
-    assert result.returncode == 0, result.stderr
-    run = run_stress(str(program), RECORDS)
+def stressed(
+    folder: Path, flags: list[str], *words: str, gcc: str = str(GCC), wrapper: tuple[str, ...] = ()
+) -> None:
+    program = str(folder / "ring_stress")
+    flags = ["-D_GNU_SOURCE", *flags, f"-I{SOURCES}"]
+    built = compiled([*flags, str(STRESS), "-o", program, "-pthread"], gcc)
+    if "cannot find" in built.stderr:
+        pytest.skip(f"gcc has no runtime for {flags}")
+    assert built.returncode == 0, built.stderr
+    command = [*wrapper, program, RECORDS, *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
     assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
 
 
-def run_stress(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_the_core_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+    flags = ["-g", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    stressed(tmp_path, flags)
 
 
 @pytest.mark.timeout(900)
 def test_the_core_among_processes_of_which_one_is_killed(tmp_path: Path) -> None:
-    program = tmp_path / "ring_stress"
-    words = ["-D_GNU_SOURCE", "-O2", f"-I{SOURCES}", str(STRESS), "-o", str(program), "-pthread"]
-    assert compiled(words).returncode == 0
-    run = run_stress(str(program), RECORDS, "processes")
-    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+    stressed(tmp_path, ["-O2"], "processes")
 
 
 # In place of the extension that is installed, the one that is given, for the tests that are named.
@@ -114,30 +114,25 @@ needs_qemu = pytest.mark.skipif(
 )
 def test_the_core_on_aarch64(machine: list[str], among: list[str], tmp_path: Path) -> None:
     """Both ways in which the processor does a read-modify-write."""
-    program = tmp_path / "ring_stress"
-    flags = ["-D_GNU_SOURCE", "-O2", "-static", *machine, f"-I{SOURCES}"]
-    built = compiled([*flags, str(STRESS), "-o", str(program), "-pthread"], str(AARCH64_GCC))
-    assert built.returncode == 0, built.stderr
-    run = run_stress(str(QEMU), str(program), RECORDS, *among)
-    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+    flags = ["-O2", "-static", *machine]
+    stressed(tmp_path, flags, *among, gcc=str(AARCH64_GCC), wrapper=(str(QEMU),))
 
 
-@pytest.mark.long
-@needs_qemu
-def test_the_extension_compiles_for_aarch64_without_a_warning() -> None:
+@pytest.mark.parametrize(
+    ("gcc", "flags"),
+    [
+        (GCC, ["-fsyntax-only"]),
+        pytest.param(
+            *(AARCH64_GCC, ["-O2", "-S", "-o", "/dev/null"]), marks=[pytest.mark.long, needs_qemu]
+        ),
+    ],
+    ids=["here", "aarch64"],
+)
+def test_the_extension_compiles_without_a_warning(gcc: str, flags: list[str]) -> None:
     """With this Python's headers: those of the limited API are alike on 64-bit Linux."""
     include = sysconfig.get_paths()["include"]
     if not (Path(include) / "Python.h").exists():
         pytest.skip("Python's headers are not installed")
-    flags = ["-O2", "-DPy_LIMITED_API=0x030A0000", "-S", "-o", "/dev/null", f"-I{include}"]
-    result = compiled([*flags, str(SOURCES / "ring.c")], str(AARCH64_GCC))
-    assert result.returncode == 0, result.stderr
-
-
-def test_the_extension_compiles_without_a_warning() -> None:
-    include = sysconfig.get_paths()["include"]
-    if not (Path(include) / "Python.h").exists():
-        pytest.skip("Python's headers are not installed")
-    flags = ["-DPy_LIMITED_API=0x030A0000", "-fsyntax-only", f"-I{include}"]
-    result = compiled([*flags, str(SOURCES / "ring.c")])
+    flags = [*flags, "-DPy_LIMITED_API=0x030A0000", f"-I{include}"]
+    result = compiled([*flags, str(SOURCES / "ring.c")], gcc)
     assert result.returncode == 0, result.stderr

@@ -91,63 +91,45 @@ def test_a_stopped_writer_is_not_dead(start: Start) -> None:
     os.kill(child.pid, signal.SIGCONT)
 
 
-def test_what_a_dead_creator_left_is_removed_by_the_next(start: Start) -> None:
-    child = start("create_and_sleep", 1, CAPACITY)
-    address = child.said()
-    living = RingWriter.create(1, CAPACITY)
-    assert in_dev_shm(address)
-    child.kill()
-    RingWriter.create(1, CAPACITY).close()
-    assert not in_dev_shm(address)
-    assert in_dev_shm(living.address)
-    living.close()
-    assert not in_dev_shm(living.address)
-
-
 def is_found_dead(writer: RingWriter) -> None:
     with pytest.raises(PeerLostError, match=r"reader 0 \(pid \d+, dead, at message 0\) has died"):
         writer.write(b"x" * 2 * CAPACITY, timeout=60)
 
 
-def test_a_reader_that_becomes_another_program_is_dead(start: Start) -> None:
-    writer = RingWriter.create(1, CAPACITY)
-    child = start("attach_and_exec", writer.address, 0)
-    assert child.said() == "another program"
-    is_found_dead(writer)
-
-
-def test_a_dead_readers_child_does_not_keep_it_alive(start: Start) -> None:
-    writer = RingWriter.create(1, CAPACITY)
-    child = start("attach_and_fork", writer.address, 0)
-    grandchild = child.said()
-    child.kill()
-    is_found_dead(writer)
-    os.kill(grandchild, 9)
-
-
-def test_a_reader_in_another_pid_namespace_is_looked_after(
-    start: Start, namespace: tuple[str, ...]
+@pytest.mark.parametrize("end", ["attach_and_exec", "attach_and_fork", "attach_and_sleep"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in a pid namespace"])
+def test_a_reader_is_dead_whatever_lives_on(
+    end: str, elsewhere: bool, start: Start, request: pytest.FixtureRequest
 ) -> None:
+    """Another program in its process, and a child of it."""
+    wrapper = request.getfixturevalue("namespace") if elsewhere else ()
     writer = RingWriter.create(1, CAPACITY)
-    child = start("attach_and_sleep", writer.address, 0, wrapper=namespace)
-    assert child.said() == "attached"
-    assert writer.dead_peers() == []
-    child.kill()
+    child = start(end, writer.address, 0, wrapper=wrapper)
+    said = child.said()
+    if end != "attach_and_exec":
+        assert writer.dead_peers() == []
+        child.kill()
     is_found_dead(writer)
+    if end == "attach_and_fork" and not elsewhere:
+        os.kill(said, 9)
 
 
-def test_what_died_in_another_pid_namespace_is_removed(
-    start: Start, namespace: tuple[str, ...]
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in a pid namespace"])
+def test_what_a_dead_creator_left_is_removed_by_the_next(
+    elsewhere: bool, start: Start, request: pytest.FixtureRequest
 ) -> None:
-    child = start("create_and_sleep", 1, CAPACITY, wrapper=namespace)
-    path = Path("/dev/shm") / child.said().name
-    RingWriter.create(1, CAPACITY).close()
-    assert path.exists()
+    wrapper = request.getfixturevalue("namespace") if elsewhere else ()
+    child = start("create_and_sleep", 1, CAPACITY, wrapper=wrapper)
+    address, living = child.said(), RingWriter.create(1, CAPACITY)
+    assert in_dev_shm(address)
     child.kill()
     deadline = time.monotonic() + 10
-    while path.exists() and time.monotonic() < deadline:  # the namespace's processes end after it
+    while in_dev_shm(address) and time.monotonic() < deadline:  # a namespace's end after it
         RingWriter.create(1, CAPACITY).close()
-    assert not path.exists()
+    assert not in_dev_shm(address)
+    assert in_dev_shm(living.address)
+    living.close()
+    assert not in_dev_shm(living.address)
 
 
 def test_a_restored_reader_is_alive_whatever_its_pid_and_its_start(start: Start) -> None:

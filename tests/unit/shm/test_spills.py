@@ -58,23 +58,15 @@ def test_the_budget_is_kept_and_freed_by_the_slowest_reader() -> None:
     writer.write(record, timeout=0)
 
 
-def test_what_would_go_beyond_the_budget_waits() -> None:
-    writer, _ = make(BUDGET)
-    record = b"x" * (5 * BUDGET // 8)
-    writer.write(record, timeout=0)
-    with pytest.raises(CommextTimeoutError):
-        writer.write(record, timeout=0)
-
-
-def test_one_that_is_longer_than_the_budget_goes_alone() -> None:
+@pytest.mark.parametrize("size", [5 * BUDGET // 8, 3 * BUDGET])
+def test_what_would_go_beyond_the_budget_waits_and_what_is_longer_goes_alone(size: int) -> None:
     writer, [reader] = make(BUDGET)
-    record = os.urandom(3 * BUDGET)
-    writer.write(record, timeout=0)
-    with pytest.raises(CommextTimeoutError):
+    record = os.urandom(size)
+    for _ in range(2):
         writer.write(record, timeout=0)
-    assert reader.read(timeout=0) == record
-    writer.write(record, timeout=0)
-    assert reader.read(timeout=0) == record
+        with pytest.raises(CommextTimeoutError):
+            writer.write(record, timeout=0)
+        assert reader.read(timeout=0) == record
 
 
 def test_a_record_that_was_begun_in_the_ring_ends_behind_it() -> None:

@@ -220,14 +220,15 @@ def other_message(draw: st.DrawFn) -> Any:
 @examples(50)
 @given(st.lists(st.tuples(st.one_of(call(), answer(), other_message()), st.booleans()), max_size=8))
 def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, bool]]) -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+    link = Link()
     for message, is_sent in steps:
-        record = encoder.encode(message)
-        if not is_sent:
-            encoder.forget()
-            continue
-        assert isinstance(record, bytes)
-        assert exactly(decoder.decode(record)) == exactly(pickle.loads(pickle.dumps(message)))
+        if is_sent:
+            record = link.encoder.encode(message)
+            assert isinstance(record, bytes)
+            assert exactly(link.receive(record)) == exactly(pickle.loads(pickle.dumps(message)))
+        else:
+            link.encoder.encode(message)
+            link.encoder.forget()
 
 
 class StepSource:
@@ -275,14 +276,14 @@ TURNS = st.tuples(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 3), s
 def test_requests_that_come_and_end(
     at_first: int, turns: list[tuple[list[int], int, bool]]
 ) -> None:
-    source, ends = StepSource(), [(Encoder(CLASSES), Decoder(CLASSES)) for _ in range(2)]
+    source, links = StepSource(), (Link(), Link())
     for ended, n_new, is_sent in [([], at_first, True), *turns]:
-        for (encoder, decoder), message in zip(ends, source.turn(ended, n_new), strict=True):
-            record: Any = encoder.encode(message)
-            if not is_sent:
-                encoder.forget()
-                continue
-            assert exactly(decoder.decode(record)) == exactly(message)
+        for link, message in zip(links, source.turn(ended, n_new), strict=True):
+            if is_sent:
+                link.arrives(message)
+            else:
+                link.encoder.encode(message)
+                link.encoder.forget()
 
 
 def test_a_request_that_comes_or_ends_costs_few_bytes() -> None:
@@ -325,64 +326,73 @@ def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
     assert exactly(decoder.unpack(record, refuse)) == exactly(message)
 
 
-def test_a_message_that_holds_itself_or_one_list_very_often_is_pickled() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
-    decoder.decode(encoder.encode(step(5)))  # pyright: ignore[reportArgumentType]
-    many: Any = [[0], []]
-    for _ in range(9):
-        many = [many] * 10
-    record = encoder.encode(("method", (many,), {}, 0))
-    assert record[:1] != MARK
-    itself: Any = []
-    itself.append(itself)
-    got: Any = decoder.decode(encoder.encode(("method", (itself,), {}, 0)))  # pyright: ignore
-    (got,) = got[1]
-    for _ in range(20):
-        (got,) = got
-    assert got[0] is got
-    assert exactly(decoder.decode(encoder.encode(step(5)))) == exactly(step(5))  # pyright: ignore
-
-
-def test_a_step_within_a_steps_dict_of_names_leaves_its_keys_alone() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
-    for inner in ({"b": 1}, {"b": [1]}, {"c": {"d": 1}}):
-        within = Scheduled([], None, inner)
-        message = "method", (Scheduled([], None, {"a": within, "e": within}),), {}, 0
-        record: Any = encoder.encode(message)
-        assert record[:1] == MARK
-        assert exactly(decoder.decode(record)) == exactly(message)
-
-
 def step(n: int, begin: int = 0) -> Any:
     names = [f"request-{number}" for number in range(begin, begin + n)]
     cached = Cached(names, [None] * n, list(range(n)), [3] * n)
     return "execute_model", (Scheduled([], cached, dict.fromkeys(names, 1)),), {}, 0
 
 
-def test_the_received_lists_are_the_receivers_own() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+class Link:
+    """A writer's side and a reader's."""
+
+    def __init__(self) -> None:
+        self.encoder, self.decoder = Encoder(CLASSES), Decoder(CLASSES)
+
+    def send(self, message: object) -> Any:
+        return self.receive(self.encoder.encode(message))
+
+    def receive(self, record: Any) -> Any:
+        return self.decoder.decode(record)
+
+    def arrives(self, message: object) -> None:
+        assert exactly(self.send(message)) == exactly(message)
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+def test_a_message_that_holds_itself_or_one_list_very_often_is_pickled(link: Link) -> None:
+    link.arrives(step(5))
+    many: Any = [[0], []]
+    for _ in range(9):
+        many = [many] * 10
+    assert link.encoder.encode(("method", (many,), {}, 0))[:1] != MARK
+    itself: Any = []
+    itself.append(itself)
+    (got,) = link.send(("method", (itself,), {}, 0))[1]
+    for _ in range(20):
+        (got,) = got
+    assert got[0] is got
+    link.arrives(step(5))
+
+
+def test_a_step_within_a_steps_dict_of_names_leaves_its_keys_alone(link: Link) -> None:
+    for inner in ({"b": 1}, {"b": [1]}, {"c": {"d": 1}}):
+        within = Scheduled([], None, inner)
+        message = "method", (Scheduled([], None, {"a": within, "e": within}),), {}, 0
+        record = link.encoder.encode(message)
+        assert record[:1] == MARK
+        assert exactly(link.receive(record)) == exactly(message)
+
+
+def test_what_either_end_changes_afterwards_stays_its_own(link: Link) -> None:
+    message = step(5)
     for _ in range(3):
-        got = decoder.decode(encoder.encode(step(5)))  # pyright: ignore[reportArgumentType]
-        assert exactly(got) == exactly(step(5))
+        got = link.send(message)
+        assert exactly(got) == exactly(message)
         got[1][0].scheduled_cached_reqs.req_ids.clear()
         got[1][0].num_scheduled_tokens.clear()
-
-
-def test_what_the_writer_changes_afterwards_does_not_count_as_sent() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
-    message = step(5)
-    decoder.decode(encoder.encode(message))  # pyright: ignore[reportArgumentType]
     message[1][0].scheduled_cached_reqs.req_ids[2] = "another"
-    got = decoder.decode(encoder.encode(message))  # pyright: ignore[reportArgumentType]
-    assert got[1][0].scheduled_cached_reqs.req_ids[2] == "another"
+    link.arrives(message)
 
 
-def test_large_arrays_among_the_fields_go_out_of_band() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+def test_large_arrays_among_the_fields_go_out_of_band(link: Link) -> None:
     array = np.arange(50_000)
-    record = encoder.encode((Status.SUCCESS, Output(["a"], {"a": 0}, [[5]], array)))
+    record = link.encoder.encode((Status.SUCCESS, Output(["a"], {"a": 0}, [[5]], array)))
     assert isinstance(record, tuple)
-    status, got = decoder.decode([record[0], bytearray(record[1])])
+    status, got = link.receive([record[0], bytearray(record[1])])
     assert (status, got.sampled_token_ids) == (Status.SUCCESS, [[5]])
     np.testing.assert_array_equal(got.logprobs, array)
 
@@ -392,31 +402,27 @@ class Explodes:
         return divmod, (1, 0)
 
 
-def test_a_field_that_cannot_be_unpickled_costs_only_its_own_step() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+def test_a_field_that_cannot_be_unpickled_costs_only_its_own_step(link: Link) -> None:
     bad = step(5)
     bad[1][0].connector_metadata = Explodes()
     with pytest.raises(ZeroDivisionError):
-        decoder.decode(encoder.encode(bad))  # pyright: ignore[reportArgumentType]
-    assert exactly(decoder.decode(encoder.encode(step(5)))) == exactly(step(5))  # pyright: ignore
+        link.send(bad)
+    link.arrives(step(5))
 
 
-def test_a_lost_step_is_noticed_and_the_next_epoch_is_understood() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
-    decoder.decode(encoder.encode(step(5)))  # pyright: ignore[reportArgumentType]
-    encoder.encode(step(6))
+def test_a_lost_step_is_noticed_and_the_next_epoch_is_understood(link: Link) -> None:
+    link.send(step(5))
+    link.encoder.encode(step(6))
     for _ in range(2):
         with pytest.raises(ProtocolError, match="lost one"):
-            decoder.decode(encoder.encode(step(6)))  # pyright: ignore[reportArgumentType]
-    encoder.forget()
-    got = decoder.decode(encoder.encode(step(6)))  # pyright: ignore[reportArgumentType]
-    assert exactly(got) == exactly(step(6))
+            link.send(step(6))
+    link.encoder.forget()
+    link.arrives(step(6))
 
 
-def test_an_epoch_ends_by_itself() -> None:
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
+def test_an_epoch_ends_by_itself(link: Link) -> None:
     for number in range(5000):
-        got = decoder.decode(encoder.encode(step(4, number * 4)))  # pyright: ignore
+        got = link.send(step(4, number * 4))
     assert exactly(got) == exactly(step(4, 4999 * 4))
 
 
@@ -453,11 +459,10 @@ def test_another_layout_is_refused() -> None:
     class Longer(Output):
         more: int = 0
 
-    encoder = Encoder(StepClasses(Scheduled, New, Cached, Longer, Status))
-    with pytest.raises(ProtocolError, match="other fields"):
-        Decoder(CLASSES).decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ProtocolError, match="field by field"):
-        Decoder().decode(encoder.encode(step(2)))  # pyright: ignore[reportArgumentType]
+    record: Any = Encoder(StepClasses(Scheduled, New, Cached, Longer, Status)).encode(step(2))
+    for decoder, problem in ((Decoder(CLASSES), "other fields"), (Decoder(), "field by field")):
+        with pytest.raises(ProtocolError, match=problem):
+            decoder.decode(record)
 
 
 def test_a_refused_layout_takes_no_reference_of_a_class() -> None:
@@ -484,19 +489,17 @@ class Forgetful:
             self.forget()
 
 
-def test_what_is_collected_in_the_midst_of_a_step_cannot_change_it() -> None:
+def test_what_is_collected_in_the_midst_of_a_step_cannot_change_it(link: Link) -> None:
     """Up to Python 3.11 a list that is made may run any finalizer."""
-    encoder, decoder = Encoder(CLASSES), Decoder(CLASSES)
     before = gc.get_threshold()
     try:
         for number in range(200):
             message = step(20, number // 3)
             gc.set_threshold(0)
-            Forgetful(encoder)
+            Forgetful(link.encoder)
             gc.set_threshold(1 + number % 7)
-            record = encoder.encode(message)
+            record = link.encoder.encode(message)
             gc.set_threshold(*before)
-            got = decoder.decode(record)  # pyright: ignore[reportArgumentType]
-            assert exactly(got) == exactly(message)
+            assert exactly(link.receive(record)) == exactly(message)
     finally:
         gc.set_threshold(*before)
