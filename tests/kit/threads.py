@@ -1,5 +1,6 @@
 """Work in threads of its own, and what came of it."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,25 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
+
+
+def swap_among(count: int) -> Callable[[int], Callable[[Any], list[Any]]]:
+    """For each of so many threads, a call that gives its value for everybody's."""
+    turns: dict[int, list[Any]] = {}
+    here = threading.Barrier(count)
+
+    def swap_of(number: int) -> Callable[[Any], list[Any]]:
+        turn = itertools.count()
+
+        def swap(mine: Any) -> list[Any]:
+            found = turns.setdefault(next(turn), [None] * count)
+            found[number] = mine
+            here.wait(ENOUGH_SECONDS)
+            return found
+
+        return swap
+
+    return swap_of
 
 
 def outcomes(work: Callable[[int], object], count: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,12 @@ def needs_nvrtc() -> None:
         nvrtc.nvrtc_version()
     except UnsupportedError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

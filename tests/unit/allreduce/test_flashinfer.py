@@ -80,6 +80,7 @@ def test_a_flashinfer_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(UnsupportedError, match="cannot be imported"):
         check_flashinfer()
+    assert not backend_module.is_compiled()
 
 
 @pytest.mark.parametrize("version", ["0.6.15.post1", "0.6.14", "0.0.0+unknown"])
@@ -96,11 +97,6 @@ def test_one_without_a_compiler_is_refused(stub: Stub) -> None:
     vars(stub.trtllm)["get_trtllm_comm_module"] = compile_
     with pytest.raises(UnsupportedError, match="nvcc not found$"):
         check_flashinfer()
-
-
-def test_without_flashinfer_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert not backend_module.is_compiled()
 
 
 def test_the_workspace_is_trtllms_by_name_and_leaves_random_numbers_alone(stub: Stub) -> None:

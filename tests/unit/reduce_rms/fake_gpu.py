@@ -6,7 +6,6 @@ on the CPU. All of the package between the op and the driver is the real thing.
 
 import contextlib
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.kit.host_kernels import run_calls
-from tests.kit.threads import outcomes
+from tests.kit.threads import outcomes, swap_among
 from tests.unit.reduce_rms.emulation import library
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
@@ -25,7 +24,7 @@ from vllm_commext.gpu.launch import Device
 from vllm_commext.reduce_rms import kernel, ops, workspace
 from vllm_commext.reduce_rms.kernel import Shape
 
-OK, NOT_PERMITTED = 0, 217
+OK, OUT_OF_MEMORY, NOT_PERMITTED = 0, 2, 217
 GPU = Device(0, 90, 132)
 
 
@@ -54,12 +53,14 @@ class Runtime:
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
         self.opened: list[int] = []
-        self.refuse_mapping = self.loses_stores = False
+        self.refuse_mapping = self.loses_stores = self.refuse_second_block = False
         self.lock = threading.Lock()
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:  # noqa: N802
         block = (ctypes.c_char * size)()
         with self.lock:
+            if self.refuse_second_block and self.memory:
+                return OUT_OF_MEMORY, 0
             self.memory[ctypes.addressof(block)] = block
         return OK, ctypes.addressof(block)
 
@@ -108,27 +109,19 @@ class Group:
     """Ranks that are threads; `over` is what `Collective.over` is to processes."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._barrier = threading.Barrier(world_size)
-        self._values: dict[int, list[Any]] = {}
-        self._here = threading.local()
+        self.world_size, self._here = world_size, threading.local()
 
     def over(self, group: Any) -> Collective:
         del group
-        return Collective(self._here.rank, self.world_size, self._swap)
-
-    def _swap(self, mine: Any) -> list[Any]:
-        number = next(self._here.numbers)
-        self._values.setdefault(number, [None] * self.world_size)[self._here.rank] = mine
-        self._barrier.wait(300)
-        return self._values[number]
+        return Collective(self._here.rank, self.world_size, self._here.swap)
 
     def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
+        swap_of = swap_among(self.world_size)
+
         def start(rank: int) -> Any:
-            self._here.rank, self._here.numbers = rank, itertools.count()
+            self._here.rank, self._here.swap = rank, swap_of(rank)
             return rank_body(rank)
 
-        self._values.clear()
         return outcomes(start, self.world_size)
 
 

@@ -102,24 +102,7 @@ def test_a_kernel_that_was_planted_or_cut_is_compiled_anew(
     assert len([line for line in log_lines.messages if "kernels are not kept" in line]) == 1
 
 
-def test_without_a_home_kernels_are_compiled_and_not_kept(
-    compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", none)
+@pytest.mark.usefixtures("no_home")
+def test_without_a_home_kernels_are_compiled_and_not_kept(compilations: list[int]) -> None:
     PROGRAM.load_or_compile(kernel.macros(MINIMAX, Tiling(1)), 90)
     assert compilations == [90]
-
-
-def test_nothing_of_ours_speaks_of_multicast() -> None:
-    folders = [Path(module.__file__).parent for module in (kernel, nvrtc)]
-    files = [path for folder in folders for path in folder.rglob("*.py")]
-    files += [*nvrtc.SOURCES.iterdir()]
-    assert len(files) > 10
-    for path in files:
-        text = path.read_text().lower()
-        assert "multicast" not in text, path
-        assert "multimem" not in text, path

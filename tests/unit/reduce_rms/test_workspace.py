@@ -79,6 +79,7 @@ def test_a_workspace_that_is_dropped_is_cleaned_up(fakes: Fakes) -> None:
     [
         ("refuse_mapping", "no peer access"),
         ("loses_stores", "rank 1: UnsupportedError: expected a store from each peer"),
+        ("refuse_second_block", "allocating"),
     ],
 )
 def test_what_a_machine_cannot_do_fails_on_all_ranks_at_once_and_leaves_nothing(
@@ -90,20 +91,6 @@ def test_what_a_machine_cannot_do_fails_on_all_ranks_at_once_and_leaves_nothing(
     assert [type(error) for error in errors] == [UnsupportedError] * RANKS
     assert said in str(errors[0])
     assert (runtime.memory, runtime.opened) == ({}, [])
-
-
-def test_memory_that_one_rank_cannot_have_fails_on_all(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime, group, _ = fakes
-    allocate, calls = runtime.cudaMalloc, iter([False, True])
-    monkeypatch.setattr(
-        runtime, "cudaMalloc", lambda size: (2, 0) if next(calls) else allocate(size)
-    )
-    errors = group.run(make)
-    assert [type(error) for error in errors] == [UnsupportedError] * RANKS
-    assert "allocating" in str(errors[0])
-    assert runtime.memory == {}
 
 
 def test_ranks_that_differ_in_their_arguments_hear_of_it(fakes: Fakes) -> None:

@@ -14,39 +14,21 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed")
 import torch
 
-from tests.kit.threads import outcomes, together
+from tests.kit.threads import outcomes, swap_among, together
 from vllm_commext.collective import Collective
 from vllm_commext.errors import CommextTimeoutError, ProtocolError, UnsupportedError
 from vllm_commext.shm import collectives
 from vllm_commext.shm.collectives import SUMMABLE, RingGroup, is_worth_it, pieces
 from vllm_commext.shm.ring import PeerLostError, QueueCancelledError, RingReader, RingWriter
 
-SECONDS = 60.0
 DTYPES = sorted(SUMMABLE, key=str)
-
-
-def exchange_among(world_size: int) -> Callable[[int], Callable[[Any], list[Any]]]:
-    turns, here = [[None] * world_size for _ in range(2)], threading.Barrier(world_size)
-
-    def of_rank(rank: int) -> Callable[[Any], list[Any]]:
-        turn = iter(turns)
-
-        def exchange(mine: Any) -> list[Any]:
-            found = next(turn)
-            found[rank] = mine
-            here.wait(SECONDS)
-            return found
-
-        return exchange
-
-    return of_rank
 
 
 @contextmanager
 def ranks_of(world_size: int) -> Iterator[list[RingGroup]]:
-    exchange = exchange_among(world_size)
+    swap_of = swap_among(world_size)
     groups = together(
-        lambda rank: RingGroup.connect(Collective(rank, world_size, exchange(rank))), world_size
+        lambda rank: RingGroup.connect(Collective(rank, world_size, swap_of(rank))), world_size
     )
     try:
         yield groups
@@ -243,12 +225,12 @@ def test_what_one_rank_lacks_is_told_at_all_and_nothing_remains(
 
     monkeypatch.setattr(owner, step, fail_once)
     chosen: list[Any] = [None]
-    exchange = exchange_among(3)
+    swap_of = swap_among(3)
 
     def call(rank: int) -> None:
         if rank == 1:
             chosen[0] = threading.current_thread()
-        RingGroup.connect(Collective(rank, 3, exchange(rank)))
+        RingGroup.connect(Collective(rank, 3, swap_of(rank)))
 
     errors = outcomes(call, 3)
     assert [type(error) for error in errors] == [UnsupportedError] * 3
