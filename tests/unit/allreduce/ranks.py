@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed
 
-from vllm_commext.allreduce import cache, creation, limits
+from vllm_commext.allreduce import creation, limits
 from vllm_commext.allreduce import flashinfer as backend_module
 from vllm_commext.allreduce.backend import NcclBackend, Ready
 from vllm_commext.allreduce.creation import (
@@ -36,7 +36,6 @@ from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.collective import Collective
 from vllm_commext.compat.group_facts import agree_about
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.reduce_rms.workspace import GroupWorkspace
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -69,11 +68,6 @@ def parts() -> Parts:
 
 def start(machine: Machine, forced: str | None = None, **facts: Any) -> Dispatcher | None:
     return start_dispatcher(parts(), Requirements(forced, facts=Facts(**facts)), lambda: machine)
-
-
-def start_by_itself(machine: Machine, **facts: Any) -> Dispatcher | None:
-    required = Requirements(by_itself=True, facts=Facts(**facts))
-    return start_dispatcher(parts(), required, lambda: machine)
 
 
 def check_objects_travel(rank: int, _: pytest.MonkeyPatch) -> None:
@@ -198,13 +192,6 @@ def check_nccl_is_reached_through_torch_where_vllm_has_no_binding(
     assert tensor.tolist() == [rank + 1.0] * 3
 
 
-def check_what_norms_exchange_is_added_over_the_ranks(rank: int, _: pytest.MonkeyPatch) -> None:
-    for group in (distributed.group.WORLD, None):
-        made = GroupWorkspace(group)
-        assert made.sum_over_ranks(torch.full((3,), rank + 1.0)).tolist() == [3.0] * 3
-        made.cleanup()
-
-
 def check_a_creation_that_ends_midway_leaves_nothing_behind(
     _: int, patch: pytest.MonkeyPatch
 ) -> None:
@@ -256,45 +243,6 @@ def check_a_group_starts_with_what_is_known_of_rank_0s_machine(
 
     with pytest.raises(UnsupportedError, match="^rank 1: OSError: no driver$"):
         start_dispatcher(parts(), Requirements(), broken)
-
-
-def check_by_itself_only_a_kernel_of_ours_takes_part_and_only_where_it_comes_first(
-    rank: int, patch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-
-    def push_backend(num_bytes: int, _: Any) -> StandIn:
-        sizes.append(num_bytes)
-        return StandIn(limits.PUSH, [])
-
-    patch.setattr(cache, "IN_ENGINES", frozenset({("NVIDIA H200", 2)}))
-    assert start_by_itself(KNOWN) is None  # without our kernel
-    patch.setattr(creation.push, "PushBackend", push_backend)
-    few: dict[str, Any] = {"hidden": 4096, "max_tokens": 1024}
-    with patch.context() as none_known:
-        none_known.setattr(cache, "IN_ENGINES", frozenset())
-        assert start_by_itself(KNOWN, **few) is None  # GPUs without gain in engines
-    sizes.clear()
-    made = start_by_itself(KNOWN, **few)
-    assert made is not None
-    assert sizes == [8 << 20]  # not the table's 64 MiB
-    rows = [torch.ones(count, 4096, dtype=torch.bfloat16) for count in (1, 64, 512, 1024)]
-    # 8 KiB and 512 KiB are FlashInfer's in the table, 4 MiB and 8 MiB ours; float32 is unknown.
-    chosen = [made.choice(each) for each in (*rows, rows[3].float())]
-    assert chosen == ["vllm", "vllm", "push", "push", "vllm"]
-    assert sorted(made.backends) == ["nccl", "push"]
-    [line] = lines(made, Requirements(by_itself=True, facts=Facts(**few)))
-    assert line.startswith("takes part by itself: bfloat16: vllm up to 1")
-    assert start_by_itself(KNOWN, multicast=True, invariant=True) is not None
-    assert start_by_itself(UNKNOWN) is None
-    for fact in ("multicast", "eager", "microbatches"):
-        assert start_by_itself(KNOWN, **{fact: True}) is None, fact
-    assert start_by_itself(KNOWN, dtype="float64") is None
-    elsewhere = Table(2, {"bfloat16": (Row(1 << 20, (limits.NCCL, limits.PUSH)),)}, "tuned")
-    if rank == 0:
-        cache.save(UNKNOWN, elsewhere, 64)
-    distributed.barrier()
-    assert start_by_itself(UNKNOWN, hidden=64) is None  # never first
 
 
 CHECKS: dict[str, Callable[[int, pytest.MonkeyPatch], None]] = {

@@ -154,16 +154,6 @@ def test_the_fastest_serves_that_all_ranks_have(problem: str, forced: str | None
     assert norm.calls[limits.UNFUSED] == 5 - expected_runs
 
 
-def test_what_nobody_measured_is_not_led_and_policies_that_choose_alike_are_one() -> None:
-    policy = FusedPolicy(MEASURED)
-    assert policy.is_led("bfloat16", 4 * ROW_BYTES + 1, 1 << 40)
-    assert not policy.is_led("float16", 1, 1 << 40)
-    assert FusedPolicy(MEASURED, limits.PUSH).is_led("float16", 1, 2)
-    assert not FusedPolicy(MEASURED, limits.NCCL).is_led("bfloat16", 1, 1 << 40)
-    ways = [policy, FusedPolicy(None), FusedPolicy(MEASURED, limits.PUSH), FusedPolicy(MEASURED)]
-    assert [way.identity() == policy.identity() for way in ways] == [True, False, False, True]
-
-
 class Launches:
     """In place of compiled kernels: keeps what each launch was given, and finds room for 4 rows."""
 

@@ -199,12 +199,16 @@ class TestFusedPolicy:
             (200, 400, True),
             (201, 400, False),  # where FlashInfer's comes first, vLLM's own pass is to put it
             (250, 260, False),
+            (401, 1 << 40, False),
         ],
     )
     def test_it_leads_where_some_size_of_the_range_has_it_first(
         self, low: int, high: int, led: bool
     ) -> None:
         assert FusedPolicy(self.TABLE).is_led("float16", low, high) == led
+        assert not FusedPolicy(self.TABLE).is_led("float32", low, high)
+        assert FusedPolicy(self.TABLE, limits.PUSH).is_led("float32", low, high)
+        assert not FusedPolicy(self.TABLE, limits.NCCL).is_led("float16", low, high)
 
     def test_a_forced_backend_is_followed_and_the_unknown_is_not_fused(self) -> None:
         assert FusedPolicy(self.TABLE).ranking(150, "float16") == (
@@ -218,6 +222,11 @@ class TestFusedPolicy:
             forced = FusedPolicy(self.TABLE, limits.PUSH)
             assert forced.ranking(size, "float16") == (limits.FUSED_PUSH,)
             assert FusedPolicy(self.TABLE, limits.NCCL).ranking(size, "float16") == ()
+
+    def test_policies_that_choose_alike_are_one(self) -> None:
+        policy = FusedPolicy(self.TABLE)
+        ways = [FusedPolicy(None), FusedPolicy(self.TABLE, limits.PUSH), FusedPolicy(self.TABLE)]
+        assert [way.identity() == policy.identity() for way in ways] == [False, False, True]
 
     def test_graphs_are_cut_where_one_launch_begins_or_ends_to_come_first(self) -> None:
         assert FusedPolicy(self.TABLE, throughout=True).changes("float16") == [100, 200]
@@ -247,6 +256,14 @@ class TestFusedPolicy:
 )
 def test_nothing_is_built_in_for_what_was_not_measured(gpu: str, world_size: int) -> None:
     assert cache.builtin_table(gpu, world_size) is None
+
+
+def test_a_built_in_table_serves_by_itself_only_where_engines_gained() -> None:
+    for gpu in (cache.H100, cache.H200):
+        machine = with_other(gpu=gpu)
+        assert cache.find_table(machine, 2) == cache.builtin_table(gpu, 2) is not None
+        found = cache.find_table(machine, 2, in_engines=True)
+        assert (found is not None) == ((gpu, 2) in cache.IN_ENGINES)
 
 
 class TestPeerAccess:
