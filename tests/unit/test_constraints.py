@@ -39,11 +39,3 @@ def test_all_that_is_brought_in_is_pinned_within_what_is_asked_for() -> None:
             found.add(name)
             todo += required(name, tuple(one.extras))
     assert found >= {"aiohttp", "msgspec", "nixl", "nixl-cu13"}
-
-
-def test_the_extras_are_those_that_the_readme_installs() -> None:
-    (named,) = re.findall(r'pip install "\.\[([\w,]+)\]"', (ROOT / "README.md").read_text())
-    assert set(named.split(",")) == {"cuda", *EXTRAS}
-    for path in ("deploy/constraints.txt", "docs/upgrading.md"):
-        text = (ROOT / path).read_text()
-        assert f'pip install -c deploy/constraints.txt ".[{named}]"' in text, path

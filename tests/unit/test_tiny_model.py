@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.tiny_kinds import ALWAYS, COMMON_FIELDS, KINDS, NUM_BYTES
+from tests.kit.tiny_kinds import ALWAYS, KINDS, NUM_BYTES
 from tests.kit.tiny_model import write_tiny_model
-from vllm_commext.errors import ConfigError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -24,7 +23,6 @@ def with_marks(kinds: Iterable[str]) -> list[Any]:
 
 
 HYBRIDS = ("falcon", "granite", "granite1", "nemotron", "qwen3next")
-ALONE = {"llama1": {"num_key_value_heads": 1}, "granite1": {"mamba_n_groups": 1}}
 NUM_PROMPT_TOKENS, EARLY = 200, 5
 ATTENTION, STATE = "o_proj", "out_proj"
 # Nats; float32 rounding moves a logprob of these models by 1e-4 at most.
@@ -103,16 +101,3 @@ def test_it_shows_through_attention_alone_and_through_the_state_alone(
         assert change(model) > VISIBLE
     with silenced(model, ATTENTION), silenced(model, STATE):
         assert change(model) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_two_ranks_share_is_even(kind: str) -> None:
-    fields = {**COMMON_FIELDS, **KINDS[kind].fields}
-    shared = [one for one in fields if one.endswith(("_heads", "n_groups", "intermediate_size"))]
-    assert "num_attention_heads" in shared
-    assert {one: fields[one] for one in shared if fields[one] % 2} == ALONE.get(kind, {})
-
-
-def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama.*got 'lama'"):
-        write_tiny_model(tmp_path, kind="lama")

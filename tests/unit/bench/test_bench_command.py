@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.unit.bench.test_client import PART, Handler, event, server, stream
-from vllm_commext.cli.main import _build_parser, main
+from vllm_commext.cli.main import main
 
 FAILS_EVERY = {"good": 1 << 30, "flaky": 3, "broken": 1}
 
@@ -113,19 +113,3 @@ def test_a_workload_that_is_gone_is_told_what_to_use(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--endpoint", "http://127.0.0.1:9", "--workload", "agentic"])
     assert "agentic is gone: --trace plays turns of your own" in capsys.readouterr().err
-
-
-def test_the_page_has_the_defaults() -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "bench.md").read_text()
-    args = _build_parser(["bench"]).parse_args(["bench", "--endpoint", "http://a"])
-    for row in (
-        f"| `--rate` | {args.rate:g} requests a second |",
-        f"| {args.seconds:g} s of arrivals a round, {args.rounds} rounds an endpoint, "
-        f"{args.wait:g} s for late answers |",
-        f"| {args.tpot_ms:g} ms a token, {args.ttft_ms:g} ms to the first |",
-        f"| `--warm-up` | {args.warm_up:g} s |",
-        f"| `--workload` | `{args.workload}` |",
-    ):
-        assert row in page
-    minutes = 2 * (args.rounds + 1) * (args.seconds + args.wait) / 60
-    assert f"the defaults and two endpoints, {minutes:g} minutes" in page

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.attack.__main__ import ATTACKS
 from tests.unit.docs.documents import ROOT, documents, name_of
 
 LINK = re.compile(
@@ -13,7 +12,6 @@ LINK = re.compile(
 )
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SET = re.compile(r'<a id="([^"]+)"></a>')
-SURFACES = ROOT / "docs" / "ports_and_security.md"
 
 
 def slug(heading: str) -> str:
@@ -37,19 +35,3 @@ def test_what_a_document_links_to_and_names_is_there(path: Path) -> None:
             assert wanted in anchors(target), f"{path.name}: {name}#{wanted} is not there"
     tests = re.findall(r"\btests/[\w/]+\.py\b", text)
     assert [name for name in tests if not (ROOT / name).is_file()] == []
-
-
-def table(head: str) -> list[list[str]]:
-    _, _, rest = SURFACES.read_text().partition(f"{head}\n|---")
-    rows = rest.partition("\n\n")[0].splitlines()[1:]
-    return [row.strip("| ").split(" | ") for row in rows]
-
-
-def test_each_bound_of_the_side_channel_has_a_test() -> None:
-    rows = table("| what | bound | beyond it | test |")
-    attacks = {attack.name for attack in ATTACKS}
-    assert rows
-    for row in rows:
-        named = re.findall(r"`([^`]+)`", row[-1])
-        assert named
-        assert all(name in attacks or (ROOT / name).is_file() for name in named)
