@@ -124,7 +124,6 @@ class Collective:
         return tuple(self._meet(_Stage.EXCHANGE, data))
 
     def bcast(self, data: Any, root: int) -> Any:
-        """Return the root's object; `root` counts within the group."""
         return self.allgather(data if self.rank == root else None)[root]
 
     def barrier(self) -> None:

@@ -76,13 +76,12 @@ def _watch_for_outputs() -> None:
     """The engine has our connector, so its API server may get answers that began elsewhere."""
     from vllm_commext.compat import hooks
 
-    hooks.when_imported("vllm.v1.engine.output_processor", _hand_out_resumed_answers)
+    def install() -> None:
+        from vllm_commext.compat import resumed_answers
 
+        resumed_answers.install()
 
-def _hand_out_resumed_answers() -> None:
-    from vllm_commext.compat import resumed_answers
-
-    resumed_answers.install()
+    hooks.when_imported("vllm.v1.engine.output_processor", install)
 
 
 def _add_connector(module: str) -> None:

@@ -62,7 +62,6 @@ class FusedPolicy:
         ]
 
     def identity(self) -> str:
-        """Text that is equal where all choices are."""
         fused = self._table.fused if self._table else {}
         return msgspec.json.encode([self.forced, self._throughout, fused], order="sorted").decode()
 

@@ -48,7 +48,6 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"expected a backend in every row of {dtype}")
 
     def ranking(self, num_bytes: int, dtype: str) -> tuple[str, ...]:
-        """Backends for that size, the fastest first; none beyond the last row."""
         for row in self.rows.get(dtype, ()):
             if num_bytes <= row.max_bytes:
                 return row.ranking

@@ -53,7 +53,6 @@ def num_good(samples: Round, limits: Limits) -> int:
 
 
 def summary(samples: Round) -> dict[str, list[float]]:
-    """`QUANTILES` of each figure over the requests that did not fail."""
     ended = [one for one in samples if not one.error]
     values = {
         "first": [one.first for one in ended],

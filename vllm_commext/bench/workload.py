@@ -28,8 +28,6 @@ from vllm_commext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request."""
-
     at: float  # seconds from the start
     prompt_tokens: int
     output_tokens: int

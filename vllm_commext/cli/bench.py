@@ -40,8 +40,6 @@ ANY_LENGTH = 1 << 30
 
 @dataclass
 class Contestant:
-    """An endpoint, and what each of its rounds has shown."""
-
     name: str
     endpoint: "Endpoint"
     rounds: list[Sequence[figures.Sample]]

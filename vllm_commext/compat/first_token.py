@@ -79,8 +79,6 @@ def _has_logits_processors() -> bool:
 
 
 class FirstTokens:
-    """Sends first tokens before each step of an engine."""
-
     def __init__(self, source: RemotePrompts) -> None:
         self._source = source
 
@@ -194,8 +192,6 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
 
 
 class RunningRequests:
-    """A scheduler's requests that run."""
-
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 

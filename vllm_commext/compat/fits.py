@@ -46,11 +46,19 @@ _LEFT_OUT = ("type_comment", "type_params", "kind")  # newer Pythons tell more o
 
 
 class Verdict(StrEnum):
-    """See the module's docstring; DIFFERS: it is 3. or 4., as its test says."""
+    """The module's docstring has them; DIFFERS: its test is still to be passed."""
 
     TESTED = "tested"
     SAME = "same source"
-    DIFFERS = "differs"
+    DIFFERS = "self-tested"
+    OFF = "off"
+
+
+_MEANINGS = {
+    Verdict.SAME: "same source as in one that was tested",
+    Verdict.DIFFERS: "self-tested where they are used, as functions differ",
+    Verdict.OFF: "off",
+}
 
 
 class Fit(NamedTuple):
@@ -224,11 +232,19 @@ def find(name: str) -> Fit:
     refuse_older(version)
     if is_tested(version):
         return Fit(Verdict.TESTED, f"vLLM {version}")
+    if gone := why_gone(name):
+        return Fit(Verdict.OFF, gone)
     nearest, differing = compare(BY_NAME[name], vllm_root())
-    if not differing:
-        return Fit(Verdict.SAME, f"as in vLLM {nearest}")
-    listed = ", ".join(short(symbol) for symbol in differing)
-    return Fit(Verdict.DIFFERS, f"{listed} not as in vLLM {nearest}")
+    listed = ", ".join(map(short, differing))
+    verdict, reason = Verdict.SAME, f"as in vLLM {nearest}"
+    if differing:
+        verdict, reason = Verdict.DIFFERS, f"{listed} not as in vLLM {nearest}"
+    choice = read_settings()["untested"]
+    if choice == "off" or (choice == "same" and differing):
+        return Fit(Verdict.OFF, f"{reason}; {UNTESTED}={choice}")
+    if differing and not BY_NAME[name].self_test:
+        return Fit(Verdict.OFF, f"{reason}, and it has no test of its own")
+    return Fit(verdict, reason)
 
 
 def why_gone(name: str) -> str:
@@ -244,24 +260,15 @@ def why_gone(name: str) -> str:
 def admit(name: str) -> str:
     """Let a part in, and return a remark for the log, empty where the part is tested; or raise
     UnsupportedError, which says why it is not to run on this vLLM."""
-    part, (verdict, reason) = BY_NAME[name], find(name)
-    if verdict is Verdict.TESTED:
-        return ""
-    if gone := why_gone(name):
-        raise UntestedError(gone)
-    choice = read_settings()["untested"]
-    if choice == "off" or (choice == "same" and verdict is Verdict.DIFFERS):
-        raise UntestedError(f"{verdict.value}: {reason}; {UNTESTED}={choice}")
-    if verdict is Verdict.SAME:
-        return f"same source: {reason}"
-    if part.self_test != IN_USE:
-        _run(part, reason)
-    return f"self-tested: {reason}"
+    verdict, reason = find(name)
+    if verdict is Verdict.OFF:
+        raise UntestedError(reason)
+    if verdict is Verdict.DIFFERS and BY_NAME[name].self_test != IN_USE:
+        _run(BY_NAME[name], reason)
+    return "" if verdict is Verdict.TESTED else f"{verdict.value}: {reason}"
 
 
 def _run(part: Part, differs: str) -> None:
-    if not part.self_test:
-        raise UntestedError(f"{differs}, and it has no test of its own")
     try:
         getattr(importlib.import_module("vllm_commext.compat.self_tests"), part.self_test)()
     except Exception as error:
@@ -299,24 +306,13 @@ def summary(capabilities: Collection[str]) -> tuple[str, int]:
         return "", logging.NOTSET
     if all(each.verdict is Verdict.TESTED for each in found.values()):
         return "", logging.NOTSET
-    is_self = read_settings()["untested"] == "self"
-    same, tried, left = (
-        "same source as in one that was tested",
-        "self-tested where they are used, as functions differ",
-        "off",
-    )
-    groups: dict[str, list[str]] = {same: [], tried: [], left: []}
+    groups = {verdict: list[str]() for verdict in _MEANINGS}
     for name, (verdict, reason) in found.items():
-        if gone := why_gone(name):
-            groups[left].append(f"{name} ({gone})")
-        elif verdict is Verdict.SAME:
-            groups[same].append(name)
-        else:
-            is_tried = is_self and BY_NAME[name].self_test
-            groups[tried if is_tried else left].append(f"{name} ({reason})")
-    listed = [f"{what}: {', '.join(names)}" for what, names in groups.items() if names]
+        groups[verdict].append(name if verdict is Verdict.SAME else f"{name} ({reason})")
+    listed = [f"{_MEANINGS[one]}: {', '.join(names)}" for one, names in groups.items() if names]
     line = "; ".join([f"commext: no test was run on vLLM {hooks.vllm_version()}", *listed])
-    return line, logging.WARNING if groups[tried] or groups[left] else logging.INFO
+    is_fine = not groups[Verdict.DIFFERS] and not groups[Verdict.OFF]
+    return line, logging.INFO if is_fine else logging.WARNING
 
 
 # The machines that `auto` stands for.

@@ -72,7 +72,6 @@ def _takes_blocks_outermost(vllm_config: VllmConfig) -> bool:
 
 
 def attention_backends(vllm_config: VllmConfig) -> dict[str, str]:
-    """Name of the attention backend of each layer that has one, by layer name."""
     layers = vllm_config.compilation_config.static_forward_context
     found: dict[str, str] = {}
     for name, layer in layers.items():

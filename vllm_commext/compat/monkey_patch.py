@@ -20,8 +20,6 @@ _INHERITED = object()
 
 @dataclass(frozen=True)
 class MonkeyPatch:
-    """One row of the inventory."""
-
     symbols: tuple[str, ...]  # ``package.module:name`` or ``package.module:Class.name``
     why: str  # and why no hook of vLLM's would do
     guard: str  # that is checked before it is done

@@ -131,7 +131,6 @@ def expect(request: Any, queue: Any) -> None:
 def processed(
     process: Process, processor: Any, outputs: list[Any], timestamp: Any, stats: Any, weights: Any
 ) -> Any:
-    """The result of vLLM's own way to process outputs."""
     queue = _repeating(outputs) if _waiting else None
     if queue is None:
         return process(processor, outputs, timestamp, stats, weights)

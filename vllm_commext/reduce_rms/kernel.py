@@ -153,13 +153,6 @@ class Kernel:
         self.function.launch(arguments, -(-arguments.num_tokens // self.block_teams), stream)
 
 
-def load(shape: Shape, tiling: Tiling, device: Device) -> Kernel:
-    function = launch.load(
-        PROGRAM, macros(shape, tiling), tiling.threads, device, programmatic=True
-    )
-    return Kernel(function, tiling.block_teams)
-
-
 class Kernels:
     def __init__(self) -> None:
         self._loaded: dict[tuple[int, Shape], dict[Tiling, Kernel]] = {}
@@ -168,9 +161,8 @@ class Kernels:
     def get(
         self, shape: Shape, num_tokens: int, device: Device, batch_invariant: bool = False
     ) -> Kernel:
-        forms = self._loaded[device.ordinal, shape]
-        tiling = choose(shape, num_tokens, device.multiprocessors, batch_invariant)
-        return forms[tiling]
+        form = choose(shape, num_tokens, device.multiprocessors, batch_invariant)
+        return self._loaded[device.ordinal, shape][form]
 
     def load(self, shape: Shape, device: Device) -> None:
         """Load all forms of a shape: a later call may come in a capture, when none can be."""
@@ -178,8 +170,15 @@ class Kernels:
             key = (device.ordinal, shape)
             if key not in self._loaded:
                 check_shape(shape)
-                forms = {tiling: load(shape, tiling, device) for tiling in tilings(shape)}
-                self._loaded[key] = forms
+                self._loaded[key] = {
+                    form: Kernel(
+                        launch.load(
+                            *(PROGRAM, macros(shape, form), form.threads, device), programmatic=True
+                        ),
+                        form.block_teams,
+                    )
+                    for form in tilings(shape)
+                }
 
 
 def slot_bytes(max_tokens: int, world_size: int) -> int:

@@ -13,6 +13,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ProtocolError
@@ -206,13 +207,6 @@ def unpacker(classes: StepClasses) -> Unpacker:
     return Unpacker(classes.kinds, classes.statuses, classes.fingerprint, ProtocolError)
 
 
-class _Sink:
-    __slots__ = ("write",)
-
-    def __init__(self, write: Callable[[Any], Any]) -> None:
-        self.write = write
-
-
 class _Reducers(dict[Any, Any]):
     """The reducers that pickle asks first: ours, then those that are registered by now."""
 
@@ -252,7 +246,7 @@ class Encoder:
         self._chunks: list[Any] = []
         self._buffers: list[Any] = []
         self._pickler = pickle.Pickler(
-            _Sink(self._chunks.append),  # pyright: ignore[reportArgumentType]
+            SimpleNamespace(write=self._chunks.append),  # pyright: ignore[reportArgumentType]
             PROTOCOL,
             buffer_callback=self._take_buffer,
         )

@@ -219,9 +219,15 @@ def all_reduce_add_rms_norm(
         raise ConfigError(f"expected one of the groups {sorted(_groups)}, got {group!r}")
     residual = None if residual is None else residual.contiguous()
     x = x.contiguous()
-    out, z, scales = norm.run(Operands(shape, x, residual, weight, eps, scale, next_weight))
-    # An op must return no input: with a given scale there is none to return.
-    return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
+    given = Operands(shape, x, residual, weight, eps, scale, next_weight)
+    return _returned(shape, norm.run(given))
+
+
+def _returned(shape: FusedShape, made: Outputs) -> Outputs:
+    """An op must return no input: with a given scale there is none to return."""
+    if shape.epilogue == STATIC_FP8:
+        return made._replace(scales=made.scales.new_empty(0))
+    return made
 
 
 def _fake(
@@ -237,16 +243,15 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     del eps, group, next_weight
     shape = _shape(x, residual, weight, epilogue, scale, weight_bias)
-    out, z, scales = make_outputs(shape, x, scale)
-    return out, z, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
+    return _returned(shape, make_outputs(shape, x, scale))
 
 
 def _fake_quantised(
     x: torch.Tensor, scale: torch.Tensor | None, epilogue: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = _shape(x, None, x.new_empty(x.shape[-1]), epilogue, scale, 0)
-    out, _, scales = make_outputs(shape, x, scale)
-    return out, scales if shape.epilogue != STATIC_FP8 else scales.new_empty(0)
+    out, _, scales = _returned(shape, make_outputs(shape, x, scale))
+    return out, scales
 
 
 _library.define(
