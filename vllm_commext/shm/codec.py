@@ -70,19 +70,12 @@ class PlainEncoder:
         }
         self._heads: dict[Any, bytes] = {}
 
-    def add_types(self) -> None:
-        """Add the types that have been imported by now."""
-        if "numpy" in sys.modules:
-            self.by_type[sys.modules["numpy"].ndarray] = self._of_array
-        if "torch" in sys.modules:
-            self.by_type[sys.modules["torch"].Tensor] = self._of_tensor
-
-    def _of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
+    def of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
         if not is_of_numbers(array) or not array.flags.writeable:
             return None
         return self._record(ARRAY, array)
 
-    def _of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
+    def of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
         array = numbers_of(tensor)
         return None if array is None else self._record(TENSOR, array)
 
@@ -213,14 +206,6 @@ class _Reducers(dict[Any, Any]):
     def __missing__(self, kind: type) -> Any:
         return copyreg.dispatch_table[kind]
 
-    def add_ours(self) -> None:
-        if "numpy" in sys.modules:
-            self[sys.modules["numpy"].ndarray] = reduce_array
-        if "torch" in sys.modules:
-            torch = sys.modules["torch"]
-            self[torch.Tensor] = reduce_tensor
-            self[torch.UntypedStorage] = refuse_storage
-
 
 class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
@@ -281,11 +266,16 @@ class Encoder:
         return self._pickle(obj)
 
     def _add_types(self) -> None:
-        self._reducers.add_ours()
-        self._reducers.update(self._given)
-        self._plain.add_types()
+        """Add those that have been imported by now."""
+        reducers, plain = self._reducers, self._plain
+        if (numpy := sys.modules.get("numpy")) is not None:
+            reducers[numpy.ndarray], plain.by_type[numpy.ndarray] = reduce_array, plain.of_array
+        if (torch := sys.modules.get("torch")) is not None:
+            reducers[torch.Tensor], plain.by_type[torch.Tensor] = reduce_tensor, plain.of_tensor
+            reducers[torch.UntypedStorage] = refuse_storage
+        reducers.update(self._given)
         for kind in self._given:
-            self._plain.by_type.pop(kind, None)
+            plain.by_type.pop(kind, None)
 
     def forget(self) -> None:
         """Note that the last record was not sent."""
