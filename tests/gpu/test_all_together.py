@@ -38,7 +38,7 @@ from tests.kit.servers import (
     VllmServer,
     free_port,
 )
-from tests.kit.tiny_minimax import write_minimax
+from tests.kit.tiny_kinds import Kind
 from tests.kit.tiny_model import write_tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -68,6 +68,26 @@ CAPABILITIES = {"nixl", "shm_queue", "allreduce", "reduce_rms"}
 # its engine at the end, and may call that an error.
 BAD = re.compile(r"\bERROR\b|illegal memory|Segmentation")
 NEVER = re.compile(r"leaked shared_memory|illegal memory|Segmentation")
+
+# The shapes of its attention are the real model's: vLLM's own op is right for these alone.
+MINIMAX = Kind(
+    "minimax_m2",
+    "grouped-query attention with norms over all heads; 2 of 8 experts a token",
+    {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rotary_dim": 128,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+    },
+    on_cpus=False,
+)
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(900)]
 
@@ -133,11 +153,24 @@ def engine(name: str, gpus: str, model: Path, side_channel: int | None) -> VllmS
     )
 
 
+def draw_norms(model: Path) -> Path:
+    """Let a norm's weights differ, so that another rank's would not go unnoticed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, generator = model / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            drawn = 1.0 + 0.3 * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = drawn.to(tensor.dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return model
+
+
 def start(kind: str, folder: Path, stack: ExitStack) -> Cluster:
-    if kind == "minimax":
-        model = write_minimax(folder / "model")
-    else:
-        model = write_tiny_model(folder / "model", dtype="bfloat16")
+    what = MINIMAX if kind == "minimax" else "llama"
+    model = draw_norms(write_tiny_model(folder / "model", what, dtype="bfloat16"))
     ports = [free_port(), free_port()]
     servers: dict[str, Server] = {
         "plain": engine("plain", "0,1", model, None),

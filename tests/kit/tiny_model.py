@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
 
 def write_tiny_model(
     folder: Path | str,
-    kind: str = "llama",
+    kind: str | Kind = "llama",
     seed: int = 0,
     dtype: str = "float32",
     num_layers: int | None = None,
@@ -70,12 +70,12 @@ def write_tiny_model(
     is None. The same arguments give the same files, byte for byte.
     Raises ``ConfigError`` for an unknown ``kind``.
     """
-    if kind not in KINDS:
+    if isinstance(kind, str) and kind not in KINDS:
         raise ConfigError(f"tiny model: expected a kind out of {sorted(KINDS)}, got {kind!r}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    chosen, target = KINDS[kind], Path(folder)
+    chosen, target = KINDS[kind] if isinstance(kind, str) else kind, Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
