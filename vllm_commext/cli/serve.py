@@ -5,6 +5,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -77,11 +78,13 @@ def run(args: argparse.Namespace) -> int:
     checks.check(request, here)
     parent = tempfile.gettempdir()
     parent = parent if len(os.fsencode(parent)) <= LONGEST_PATH else "/tmp"
+    signal.pthread_sigmask(signal.SIG_BLOCK, plan.ENDING)  # but while the supervisor handles them
     folder = Path(tempfile.mkdtemp(prefix="commext-serve-", dir=parent))
     try:
         return _serve(request, folder, _log_folder(args.logs, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, plan.ENDING)
 
 
 def _log_folder(given: Path | None, folder: Path) -> Path:

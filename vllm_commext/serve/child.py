@@ -36,6 +36,7 @@ class Child:
         self.began = time.monotonic()
         self._read = log.stat().st_size if log.exists() else 0
         self._from = self._read
+        self._shared = set[str]()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command.argv,
@@ -79,19 +80,24 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, which passes its end on to those that it has started."""
+        self._note_shared()
         if self.status is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it and all of its session at once, and remove their shared memory."""
-        pids = _session(self._process.pid)
-        shared = {name for pid in pids for name in _shared_memory(pid)}
-        for pid in pids:
+        for pid in self._note_shared():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        for name in shared:
+        for name in self._shared:
             Path(name).unlink(missing_ok=True)
+
+    def _note_shared(self) -> list[int]:
+        """Its processes, whose shared memory is noted: they may be killed as they remove it."""
+        pids = _session(self._process.pid)
+        self._shared |= {name for pid in pids for name in _shared_memory(pid)}
+        return pids
 
     def has_left(self) -> bool:
         """True where processes of its session are still here."""

@@ -3,6 +3,7 @@ Pure."""
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from vllm_commext.drain import MIDDLEWARE, VARIABLE
 from vllm_commext.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+ENDING = (signal.SIGINT, signal.SIGTERM)
 TOKEN = "token"
 """File of the admin port's token."""
 TRANSFER = {

@@ -12,7 +12,7 @@ import aiohttp
 from vllm_commext.errors import CommextError
 from vllm_commext.serve.child import Child
 from vllm_commext.serve.loading import STAGES
-from vllm_commext.serve.plan import Command
+from vllm_commext.serve.plan import ENDING, Command
 
 LOOK_SECONDS = 0.2
 CHECK_SECONDS = 2.0
@@ -115,14 +115,16 @@ class Supervisor:
         self._woken = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal or a failed start; 0, or 1 where no engine is left.
+        """Serve until a signal of `ENDING`, which is blocked before and after, or a failed start;
+        0, or 1 where no engine is left.
 
         Raises:
             StartError: a process ended before it was ever ready.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             loop.add_signal_handler(number, self._ask_to_end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         async with aiohttp.ClientSession() as session:
             checks = asyncio.create_task(self._check(session))
             try:
@@ -132,6 +134,7 @@ class Supervisor:
                 with contextlib.suppress(asyncio.CancelledError):
                     await checks
                 await self._end()
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
     async def _watch(self) -> int:
         was_ready = False
