@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.kit import ROOT
 from tests.kit.forked import FOLDER
-from vllm_commext.gpu.nvrtc import SOURCES, Program
+from vllm_commext.gpu.launch import SOURCES, Program
 
 COMPILER = shutil.which("g++")
 EMULATION = ROOT / "tests" / "unit" / "gpu"

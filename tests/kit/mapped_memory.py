@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.kit.host_kernels import compile_kernel, run_calls
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program
 from vllm_commext.nixl.transport import gather
 from vllm_commext.nixl.transport.gather import PLACES_BYTES, SCRATCH_BYTES, make_arguments
 from vllm_commext.nixl.wire.description import HANDLE_BYTES, MappedOffer, MappedRegion

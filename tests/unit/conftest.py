@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu import launch
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,7 +23,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def needs_nvrtc() -> None:
     try:
-        nvrtc.nvrtc_version()
+        launch.nvrtc_version()
     except UnsupportedError as error:
         pytest.skip(str(error))
 

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.table import Row, Table
-from vllm_commext.gpu.nvrtc import SOURCES
+from vllm_commext.gpu.launch import SOURCES
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,7 @@ from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.limits import PACK_BYTES, Message
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.ipc import EMPTY, IpcBuffer, allocate, check_delivery, free
-from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Program, arguments_type
 
 if TYPE_CHECKING:
     import torch

@@ -378,9 +378,9 @@ def _install_minimax() -> None:
 def _check_needs() -> None:
     from vllm.platforms import current_platform
 
-    from vllm_commext.gpu import nvrtc
+    from vllm_commext.gpu import launch
 
     if current_platform.is_cuda():
-        nvrtc.nvrtc_version()
+        launch.nvrtc_version()
     elif not current_platform.is_cpu():
         raise UnsupportedError(f"expected an NVIDIA GPU, got {current_platform.device_name}")

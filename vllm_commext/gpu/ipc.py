@@ -6,7 +6,6 @@ What calls CUDA raises `UnsupportedError` where CUDA reports an error or its bin
 
 import contextlib
 import ctypes
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,7 @@ from vllm_commext.anonymous_memory import host_identity
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.launch import arguments_type, check
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program, arguments_type, bindings, check
 
 HANDLE_BYTES = 64
 FILL_BYTES = 8 << 20
@@ -37,13 +35,7 @@ def round_up(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def cuda_runtime() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"peers' memory is mapped through cuda-bindings, which cannot be imported ({error}); "
-            "`pip install cuda-bindings` brings it"
-        ) from error
+    return bindings("runtime")
 
 
 def forget_error() -> None:
@@ -183,9 +175,7 @@ class IpcBuffer:
 
 def allocation_of(address: int) -> tuple[int, int]:
     """Address and bytes of the allocation that device memory is part of."""
-    driver: Any = importlib.import_module("cuda.bindings.driver")
-    status, base, num_bytes = driver.cuMemGetAddressRange(address)
-    check((status,))
+    base, num_bytes = check(bindings("driver").cuMemGetAddressRange(address))
     return int(base), int(num_bytes)
 
 

@@ -1,24 +1,163 @@
-"""Loads compiled kernels and launches them, with programmatic dependent launch where there is."""
+"""Compiles kernels with NVRTC for what a call needs, keeps them on disk, and launches them, with
+programmatic dependent launch where there is.
 
+Neither a compiler nor CUDA's headers are needed, and to compile no GPU: only the `cuda-bindings`
+package and the NVRTC library that it finds.
+"""
+
+import contextlib
 import ctypes
+import fcntl
 import functools
+import hashlib
 import importlib
+import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_commext import private_files
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import nvrtc
-from vllm_commext.gpu.nvrtc import SOURCES
 
+OLDEST_ARCHITECTURE = 80
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = _PACKAGE / "csrc" / "cuda"
+# A wheel carries the sources inside the package; a checkout has them beside it.
+SOURCES = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "csrc" / "cuda"
 WARP = 32  # threads
 ELEMENT_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as the kernels' macros have them
 PROGRAMMATIC_LAUNCH = 90  # the first architecture that has it
 _POINTER = ctypes.c_uint64
 _TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "float": ctypes.c_float}
 _MEMBER = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?;")
+
+
+def bindings(name: str) -> Any:
+    """Import a module of cuda-bindings; UnsupportedError where it is not installed."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"kernels and peers' memory need cuda-bindings, which cannot be imported ({error}); "
+            "`pip install cuda-bindings nvidia-cuda-nvrtc` brings all of it"
+        ) from error
+
+
+def check(result: tuple[Any, ...], what: str = "") -> Any:
+    """The values of a call into CUDA, the value where it has one; UnsupportedError, with *what* was
+    tried, where it reports an error."""
+    status, *values = result
+    if int(status) != 0:
+        raise UnsupportedError(f"{what}: CUDA reports {status!r}".removeprefix(": "))
+    return values[0] if len(values) == 1 else values
+
+
+def _call(function: Any, *args: Any) -> Any:
+    try:
+        result = function(*args)
+    except RuntimeError as error:  # the bindings found no library to load
+        raise UnsupportedError(f"NVRTC cannot be loaded ({error})") from error
+    return check(result, function.__name__)
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library, such as ``13.0``."""
+    major, minor = _call(bindings("nvrtc").nvrtcVersion)
+    return f"{major}.{minor}"
+
+
+def options(macros: Mapping[str, int], architecture: int) -> list[bytes]:
+    """NVRTC's options; an architecture is written like 90 for compute capability 9.0."""
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
+    return [text.encode() for text in (f"-arch=sm_{architecture}", "-std=c++17", *defines)]
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    text = bytes(_call(nvrtc.nvrtcGetProgramLogSize, program))
+    _call(nvrtc.nvrtcGetProgramLog, program, text)
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel's source, to be compiled for one set of macros at a time."""
+
+    name: str  # of the kernel, of its file without ``.cu``, and of its folder in the cache
+
+    @property
+    def main(self) -> Path:
+        return SOURCES / f"{self.name}.cu"
+
+    @property
+    def headers(self) -> tuple[Path, ...]:
+        return tuple(sorted(SOURCES.glob("*.h")))
+
+    def sources(self) -> tuple[bytes, tuple[bytes, ...]]:
+        return self.main.read_bytes(), tuple(path.read_bytes() for path in self.headers)
+
+    def compile_cubin(self, macros: Mapping[str, int], architecture: int) -> bytes:
+        """Compile to machine code. UnsupportedError where NVRTC is missing, too old for the
+        architecture, or refuses the source; its log is in the message."""
+        nvrtc = bindings("nvrtc")
+        main, headers = self.sources()
+        names = [path.name.encode() for path in self.headers]
+        program = _call(
+            *(nvrtc.nvrtcCreateProgram, main, self.main.name.encode()),
+            *(len(names), list(headers), names),
+        )
+        try:
+            chosen = options(macros, architecture)
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(chosen), chosen)
+            if int(status) != 0:
+                log = _log(nvrtc, program)
+                raise UnsupportedError(f"NVRTC {nvrtc_version()}: {status!r}\n{log}")
+            cubin = bytes(_call(nvrtc.nvrtcGetCUBINSize, program))
+            _call(nvrtc.nvrtcGetCUBIN, program, cubin)
+            return cubin
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    def cache_key(self, macros: Mapping[str, int], architecture: int) -> str:
+        main, headers = self.sources()
+        parts = (main, *headers, *options(macros, architecture), nvrtc_version().encode())
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()[:32]
+
+    def load_or_compile(self, macros: Mapping[str, int], architecture: int) -> bytes:
+        """As `compile_cubin`, from the cache on disk where it is there; one that cannot be written
+        is done without."""
+        where = private_files.cache_folder(self.name)
+        if where is None:
+            return self.compile_cubin(macros, architecture)
+        path = where / f"{self.cache_key(macros, architecture)}.cubin"
+        try:
+            with private_files.opened(where, make=True) as folder, _locked(folder, path.stem):
+                cubin = private_files.read(path)
+                if cubin is None:
+                    cubin = self.compile_cubin(macros, architecture)
+                    private_files.write(path, cubin)
+                return cubin
+        except OSError as error:
+            private_files.say(f"compiled kernels are not kept: {error}")
+            return self.compile_cubin(macros, architecture)
+
+
+@contextlib.contextmanager
+def _locked(folder: int, name: str) -> Iterator[None]:
+    """Let one process in at a time; the lock goes with the process."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{name}.lock", flags, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 class Device(NamedTuple):
@@ -36,15 +175,6 @@ def current_device() -> Device:
     properties = torch.cuda.get_device_properties(index)
     architecture = properties.major * 10 + properties.minor
     return Device(index, architecture, properties.multi_processor_count)
-
-
-def check(result: tuple[Any, ...], what: str = "") -> Any:
-    """The value of a call of the driver's or the runtime's, if it has one; UnsupportedError, with
-    *what* was tried, where it reports an error."""
-    status, *values = result
-    if int(status) != 0:
-        raise UnsupportedError(f"{what}: CUDA reports {status!r}".removeprefix(": "))
-    return values[0] if values else None
 
 
 @dataclass
@@ -91,7 +221,7 @@ def enter_context(driver: Any, ordinal: int) -> None:
 
 
 def load(
-    program: nvrtc.Program,
+    program: Program,
     macros: Mapping[str, int],
     threads: int,
     device: Device,
@@ -102,10 +232,10 @@ def load(
 
     *threads*: of a block. *programmatic*: launch it before its predecessor has ended, where the GPU
     can; for a kernel that waits for that itself. UnsupportedError where the GPU is too old, and as
-    `nvrtc.Program.compile_cubin`.
+    `Program.compile_cubin`.
     """
-    driver = importlib.import_module("cuda.bindings.driver")
-    if device.architecture < nvrtc.OLDEST_ARCHITECTURE:
+    driver = bindings("driver")
+    if device.architecture < OLDEST_ARCHITECTURE:
         raise UnsupportedError(
             f"expected compute capability 8.0 or newer, got sm_{device.architecture}"
         )
@@ -121,7 +251,7 @@ def load(
 
 @functools.cache
 def arguments_type(source: str, **macros: int) -> type[ctypes.Structure]:
-    """Return ``struct Args`` of a file in `nvrtc.SOURCES` as a ctypes structure; a pointer is an
+    """Return ``struct Args`` of a file in `SOURCES` as a ctypes structure; a pointer is an
     address of 64 bits.
 
     *macros*: those that array lengths name. UnsupportedError where the file has no such structure,

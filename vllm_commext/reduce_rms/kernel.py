@@ -24,8 +24,7 @@ from enum import IntEnum
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.gpu import launch
 from vllm_commext.gpu.ipc import round_up
-from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Device, arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import ELEMENT_CODES, WARP, Device, Program, arguments_type
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 PACK_BYTES = 16

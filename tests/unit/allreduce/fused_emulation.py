@@ -23,8 +23,7 @@ from vllm_commext.allreduce.fused.layout import (
     FusedShape,
 )
 from vllm_commext.gpu.ipc import EMPTY
-from vllm_commext.gpu.launch import arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program, arguments_type
 
 EPS = 1e-5
 WARP = 32

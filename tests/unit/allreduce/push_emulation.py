@@ -13,8 +13,7 @@ from vllm_commext.allreduce import push
 from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.allreduce.push import PushLayout
 from vllm_commext.gpu.ipc import EMPTY
-from vllm_commext.gpu.launch import ELEMENT_CODES, arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import ELEMENT_CODES, Program, arguments_type
 
 TIMEOUT_NS = 60_000_000_000
 

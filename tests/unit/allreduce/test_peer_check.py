@@ -13,8 +13,7 @@ from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc
 from vllm_commext.gpu.ipc import EMPTY, PEER_CHECK, PEER_CHECK_ARGUMENTS, silent_peers
-from vllm_commext.gpu.launch import Device, arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Device, Program, arguments_type
 
 WORDS = 8 * 4  # of each memory: a pack from each rank
 PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000

@@ -9,8 +9,7 @@ from tests.unit.allreduce.test_fused import KERNELS, SHAPES
 from vllm_commext.allreduce.fused.layout import Form, warps
 from vllm_commext.allreduce.push import PushLayout
 from vllm_commext.gpu.ipc import PEER_CHECK
-from vllm_commext.gpu.launch import ELEMENT_CODES
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import ELEMENT_CODES, Program
 from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.kernel import PROGRAM, Shape
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kit.examples import examples
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import run_kernel
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport import gather
 from vllm_commext.nixl.transport.agent import DONE

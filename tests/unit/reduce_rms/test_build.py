@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.gpu import nvrtc
+from vllm_commext.gpu import launch
 from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.kernel import PROGRAM, Shape, Tiling
 
@@ -26,12 +26,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
-    def compile_cubin(_: nvrtc.Program, macros: dict[str, int], architecture: int) -> bytes:
+    def compile_cubin(_: launch.Program, macros: dict[str, int], architecture: int) -> bytes:
         seen.append(architecture)
         return repr((sorted(macros.items()), architecture)).encode()
 
-    monkeypatch.setattr(nvrtc.Program, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(launch.Program, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: "13.0")
     return seen
 
 
@@ -70,9 +70,9 @@ def test_another_compiler_or_another_source_is_another_entry(
     del compilations
     macros = kernel.macros(MINIMAX, Tiling(1))
     before = PROGRAM.cache_key(macros, 90)
-    monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "13.1")
+    monkeypatch.setattr(launch, "nvrtc_version", lambda: "13.1")
     newer = PROGRAM.cache_key(macros, 90)
-    monkeypatch.setattr(nvrtc.Program, "sources", lambda _: (b"", ()))
+    monkeypatch.setattr(launch.Program, "sources", lambda _: (b"", ()))
     assert len({before, newer, PROGRAM.cache_key(macros, 90)}) == 3
 
 

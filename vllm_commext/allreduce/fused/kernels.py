@@ -25,8 +25,7 @@ from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.allreduce.push import TIMEOUT_SECONDS, PushMemory
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import launch
-from vllm_commext.gpu.launch import arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program, arguments_type
 
 if TYPE_CHECKING:
     import torch

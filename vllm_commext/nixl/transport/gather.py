@@ -19,8 +19,7 @@ import numpy.typing as npt
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.gpu import ipc, launch
 from vllm_commext.gpu.ipc import PinnedMemory
-from vllm_commext.gpu.launch import arguments_type
-from vllm_commext.gpu.nvrtc import Program
+from vllm_commext.gpu.launch import Program, arguments_type
 from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport.agent import DONE, IN_PROGRESS
