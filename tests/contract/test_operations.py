@@ -19,7 +19,7 @@ from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.nixl.recorder import FAILURE_REASONS
 from vllm_commext.proxy.engines.pool import read_capabilities
 from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.two_step import LocalPrefill
+from vllm_commext.proxy.session.reasons import LocalPrefill
 
 yaml = pytest.importorskip("yaml")
 

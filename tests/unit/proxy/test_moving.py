@@ -15,7 +15,7 @@ from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import read_capabilities
 from vllm_commext.proxy.session import service, session
-from vllm_commext.proxy.session.resume import Resume
+from vllm_commext.proxy.session.reasons import Resume
 from vllm_commext.proxy.session.transcript import ANSWER
 
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]

@@ -20,7 +20,7 @@ from vllm_commext.proxy.http.body import (
 )
 from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.two_step import LocalPrefill
+from vllm_commext.proxy.session.reasons import LocalPrefill
 
 awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
 values = st.recursive(

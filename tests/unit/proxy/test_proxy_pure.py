@@ -17,7 +17,7 @@ from vllm_commext.proxy.http.body import encode, members_of
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
 from vllm_commext.proxy.http.sse import EventCutter
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.two_step import LocalPrefill
+from vllm_commext.proxy.session.reasons import LocalPrefill
 
 quick = settings(max_examples=50)
 # A small alphabet of awkward characters: building the table of all of Unicode takes seconds.

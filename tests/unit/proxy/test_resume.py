@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART
-from vllm_commext.proxy.session.resume import MAX_RESUMES, Resume, Room
+from vllm_commext.proxy.session.reasons import Resume
+from vllm_commext.proxy.session.resume import MAX_RESUMES, Room
 from vllm_commext.proxy.session.service import refusal
 from vllm_commext.proxy.session.transcript import Transcript, without_prompt
 from vllm_commext.proxy.session.two_step import local_prefill_reason

@@ -21,8 +21,8 @@ from vllm_commext.proxy.engines.pool import (
     SideChannel,
     read_capabilities,
 )
-from vllm_commext.proxy.session.streams import MAX_WAITING
-from vllm_commext.proxy.session.streams import Stream as OneStream
+from vllm_commext.proxy.session.two_step import MAX_WAITING
+from vllm_commext.proxy.session.two_step import Stream as OneStream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 SHORT = {**BODY, "prompt": "short"}

@@ -22,6 +22,7 @@ from vllm_commext.proxy.deadline import (
 from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.http.sse import DONE, error_event, num_tokens, with_cached_tokens
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
+from vllm_commext.proxy.session.reasons import Resume
 from vllm_commext.proxy.session.response import (
     Opened,
     bad_answer,
@@ -29,7 +30,6 @@ from vllm_commext.proxy.session.response import (
     failure_told,
     failures_of,
 )
-from vllm_commext.proxy.session.resume import Resume
 from vllm_commext.proxy.session.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")

@@ -1,31 +1,13 @@
-"""Reasons why streams go on at another decode engine or not, and the check of what it repeats."""
+"""Room for streams that may go on at another decode engine, and the check of what it repeats."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm_commext.errors import Reason
-
 MAX_RESUMES = 4
 MAX_MOVES = 3
 """Streams that move at a time: the more read at once, the longer each pauses."""
 MAX_SHARE = 1 / 16
-
-
-class Resume(Reason):
-    """Label of a stream whose decode engine is lost, gives it up, or drains."""
-
-    RESUMED = "resumed", "it went on at another decode engine"
-    OFF = "off", "it is off"
-    ENDPOINT = "endpoint", "it is neither a completion nor a chat"
-    SAMPLES = "samples", "it holds more than one answer"
-    ECHO = "echo", "it begins with the prompt's text"
-    NO_ROOM = "no_room", "more than 16 MiB were to be kept of it, or it had the most of 256 MiB"
-    NOT_TOLD = "not_told", "its engine does not tell every token's id, or tells what is not known"
-    DIFFERS = "differs", "what the other engine answered is not what the client had"
-    FAILED = "failed", "no other engine could go on with it"
-    ENDING = "ending", "it is about to end where it is"
-    ANEW = "anew", "another engine would begin it anew, for longer than it may pause"
 
 
 class Holder(Protocol):

@@ -21,9 +21,9 @@ from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.intake import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Outcome, ProxyError
 from vllm_commext.proxy.session.phase import Life, Phase
+from vllm_commext.proxy.session.reasons import Resume
 from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.resume import Resume
 from vllm_commext.proxy.session.service import Asked, Service
 from vllm_commext.proxy.session.steps import Steps
 from vllm_commext.proxy.session.transcript import Transcript

@@ -22,14 +22,14 @@ from vllm_commext.proxy.outcome import (
     ProxyError,
     Route,
 )
-from vllm_commext.proxy.session import streams, two_step
+from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.phase import Life, Phase
+from vllm_commext.proxy.session.reasons import AtOnce, LocalPrefill
 from vllm_commext.proxy.session.response import Opened
 from vllm_commext.proxy.session.resume import MAX_RESUMES
 from vllm_commext.proxy.session.service import Asked, Service
-from vllm_commext.proxy.session.streams import Stream
 from vllm_commext.proxy.session.transcript import Edit, Transcript, unedited
-from vllm_commext.proxy.session.two_step import AtOnce, LocalPrefill
+from vllm_commext.proxy.session.two_step import Stream
 from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -216,7 +216,7 @@ class Attempt:
 
         usable = [one for one in self._service.upstream.decode_pool.engines if one.usable]
         mode, body = self._service.config.stream_chunks, self._asked.body
-        refusal = streams.refusal(mode, body, usable)
+        refusal = two_step.reason_against(mode, body, usable)
         if self._tries.is_again and refusal != AtOnce.OFF:
             refusal = AtOnce.AGAIN
         return Stream(body, self._payload, ask, refusal)

@@ -13,7 +13,8 @@ import msgspec
 
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.http.sse import DONE
-from vllm_commext.proxy.session.resume import UNKNOWN, DiffersError, Replay, Resume, Room, edited
+from vllm_commext.proxy.session.reasons import Resume
+from vllm_commext.proxy.session.resume import UNKNOWN, DiffersError, Replay, Room, edited
 
 ANSWER, PIECES = "answer_token_ids", "answer_pieces"
 _GROWTH_BYTES = 16 << 10

@@ -1,4 +1,4 @@
-"""Rewrites a request for its two steps. Pure.
+"""Rewrites a request for its two steps, and asks for both at once: D reads while P computes.
 
 An engine's answer carries one `kv_transfer_params`, which names the blocks of one sequence. With
 several prompts vLLM would load the first one's blocks for all. With ``n`` above 1 the sample that
@@ -6,46 +6,24 @@ first finishes its read frees blocks that others still read. So a request of sev
 to a decode engine as it is.
 """
 
-from collections.abc import Mapping
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.errors import Reason
+from vllm_commext.proxy.config import NEVER
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.engines.pool import UNKNOWN, Engine, SideChannel
 from vllm_commext.proxy.http.body import LENGTHS, RawJson
 from vllm_commext.proxy.http.endpoints import COMPLETIONS, Endpoint, prompt_tokens
-from vllm_commext.proxy.outcome import bad_request
+from vllm_commext.proxy.outcome import ProxyError, bad_request
+from vllm_commext.proxy.session.reasons import AtOnce, LocalPrefill
+from vllm_commext.proxy.session.response import Opened, is_dead
 
-
-class AtOnce(Reason):
-    """Label of a two-step request: both at once, or the reason against it."""
-
-    STREAMED = "streamed", "both at once"
-    OFF = "off", "it is off"
-    NOT_KNOWN = "not_known", "the prefill engine has not said yet that it streams, and where"
-    DECODE = "decode", "a decode engine does not say that it reads streams"
-    SEVERAL = "several", "several side channels answer for the prefill engine"
-    ONE_TOKEN = "one_token", "the answer is one token, for which nothing need be read"
-    BUSY = "busy", "enough requests wait for the prefill engine already"
-    AGAIN = "again", "the request is served anew"
-    FAILED = "failed", "the decode engine failed after both at once; one after the other then"
-    ALONE = "alone", "the prefill engine was lost, and the decode engine went on without it"
-
-
-class LocalPrefill(Reason):
-    """Reason why a decode engine computes a prompt itself."""
-
-    NO_PARAMETERS = "no_kv_transfer_params", "the prefill engine's answer has no parameters"
-    PREFILL_AWAY = "prefill_away", "no prefill engine can be reached"
-    PREFILL_FAILED = "prefill_failed", "prefill engines have failed"
-    AFTER_FAILURE = "after_failure", "served anew, after a prefill engine's failure"
-    PLACEMENT = "placement", "so it is placed: see commext_proxy_placements"
-    NO_READER = "no_reader", "no other engine can be asked than the one that has computed it"
-    SHORT_PROMPT = "short_prompt", "the prompt is shorter than --min-prompt-tokens"
-    SEVERAL_SAMPLES = "several_samples", "parameters name the blocks of one sequence"
-    BEAM_SEARCH = "beam_search", "beam search drops the parameters"
-    NOT_ONE_PROMPT = "not_one_prompt", "parameters name the blocks of one sequence"
-    PROMPT_LOGPROBS = "prompt_logprobs", "only the engine that computes the prompt knows them"
-    TRUNCATION = "truncation", "with another max_tokens it may mean another prompt"
-    NO_GENERATION = "no_generation", "no token is asked for"
+logger = logging.getLogger("vllm.commext.proxy")
 
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
@@ -138,9 +116,10 @@ def _is_count(value: Any) -> bool:
     return value is None or (isinstance(value, int) and value >= 0)
 
 
-def prefill_body(body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+def prefill_body(body: Mapping[str, Any], key: str = "", stream_key: str = "") -> dict[str, Any]:
     """Body for one token of the same prompt. All else stays, so that what an engine refuses is
-    refused here: with a *key* the client's own limits, too."""
+    refused here: with a *key* the client's own limits, too. *stream_key*: D's, which reads at
+    once."""
     step = dict(body) if key else _of_one_token(body)
     if body.get("stream"):
         step.pop("stream_options", None)  # an error without streaming
@@ -148,6 +127,8 @@ def prefill_body(body: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     step["kv_transfer_params"] = {**_own_params(body), **KEEP_FOR_DECODE}
     if key:
         step["kv_transfer_params"]["prefill_key"] = key
+    if stream_key:
+        step["kv_transfer_params"]["stream_key"] = stream_key
     return step
 
 
@@ -168,3 +149,140 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) 
 
 def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("kv_transfer_params") or {}
+
+
+KEY_BYTES = 16
+_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
+CHECK_SECONDS = 10.0
+"""Longest wait for a check of an engine that has broken a connection."""
+LOOK_SECONDS = 0.02
+MAX_WAITING = 8
+"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
+step."""
+
+
+def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
+    known = engine.capabilities
+    if not known.streams:
+        return AtOnce.NOT_KNOWN
+    first, *others = known.ranks
+    if others:
+        return AtOnce.SEVERAL
+    return AtOnce.BUSY if engine.num_waiting >= MAX_WAITING else first.channel
+
+
+def reason_against(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
+    """Reason why a request does not go to both engines at once, or None."""
+    if mode == NEVER:
+        return AtOnce.OFF
+    if 1 in map(body.get, LENGTHS):
+        return AtOnce.ONE_TOKEN
+    return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
+
+
+@dataclass(eq=False)
+class Stream:
+    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
+
+    _body: Mapping[str, Any]
+    _payload: Callable[..., Any]
+    _ask: Callable[[Any, Engine], Any]
+    way: AtOnce | None = None
+    _asked: Engine | None = None
+    _place: SideChannel | None = None
+    _decode: asyncio.Task[Opened] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._decode is not None
+
+    async def prefill_payload(self, engine: Engine, key: str = "") -> Any:
+        """Payload for a prefill engine; asks the decode engine at the same time."""
+        await self.cancel()
+        if self._place is not None:
+            self.way = AtOnce.AGAIN
+        place = self.way or place_or_reason(engine)
+        if isinstance(place, AtOnce):
+            self.way = place
+            return self._payload(prefill_body(self._body, key), is_stream=False)
+        self._place, self._asked = place, engine
+        engine.num_waiting += 1
+        stream_key = secrets.token_hex(KEY_BYTES)
+        where = zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
+        body = decode_body(self._body, {**params, **dict(where)})
+        self._decode = asyncio.create_task(self._ask(body, engine))
+        return self._payload(prefill_body(self._body, key, stream_key), is_stream=False)
+
+    @property
+    def source(self) -> str:
+        return self._asked.name if self._asked is not None else ""
+
+    @property
+    def is_alone(self) -> bool:
+        """The prefill engine is lost, and the decode engine goes on."""
+        return self.is_under_way and self.way is AtOnce.ALONE
+
+    async def outlives(self, error: ProxyError) -> bool:
+        """True if the decode engine goes on after *error* of a prefill engine that is gone."""
+        engine = self._asked
+        if engine is None or not (error.kind == "lost" or is_dead(error)):
+            return False
+        engine.suspect()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_SECONDS):
+                while engine.suspected and engine.healthy:
+                    await asyncio.sleep(LOOK_SECONDS)
+        if not engine.healthy:
+            self.way = AtOnce.ALONE
+        return self.is_alone
+
+    async def check_place(self, params: Mapping[str, Any]) -> None:
+        """Let go of the decode engine if the prefill engine's answer names another side channel."""
+        engine, place = self._asked, self._place
+        if engine is None or place is None:
+            return
+        told = [params.get(name) for name in _PLACE_FIELDS]
+        if None not in told and told != [place.host, place.port, place.seal]:
+            engine.capabilities = UNKNOWN
+            await self.cancel()
+            self.way = AtOnce.SEVERAL
+
+    async def opened(self) -> Opened | ProxyError:
+        """The decode engine's answer, the caller's to close, or its failure."""
+        assert self._decode is not None  # asked for where it is under way
+        try:
+            opened = await asyncio.shield(self._decode)
+        except ProxyError as error:
+            self.way = AtOnce.FAILED
+            assert self._asked is not None  # as long as the decode engine is asked
+            self._asked.learn_again()
+            self._leave()
+            return error
+        self.way = self.way or AtOnce.STREAMED
+        self._leave()
+        return opened
+
+    async def cancel(self) -> None:
+        """Let go of the decode engine, which aborts the rest."""
+        decode = self._decode
+        if decode is None:
+            return
+        self._leave()
+        decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
+        await end_tasks([decode])
+
+    def _leave(self) -> None:
+        assert self._asked is not None  # as long as the decode engine is asked
+        self._asked.num_waiting -= 1
+        self._asked = self._decode = None
+
+
+def _close(decode: asyncio.Task[Opened]) -> None:
+    if decode.cancelled():
+        return
+    error = decode.exception()
+    if error is None:
+        decode.result().close()
+    elif not isinstance(error, ProxyError):
+        logger.error("failed to close a connection to a decode engine", exc_info=error)

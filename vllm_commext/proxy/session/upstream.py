@@ -51,8 +51,8 @@ from vllm_commext.proxy.session.response import (
     read_answer,
     read_opening,
 )
-from vllm_commext.proxy.session.streams import Stream
 from vllm_commext.proxy.session.transcript import Edit, unedited
+from vllm_commext.proxy.session.two_step import Stream
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -21,7 +21,7 @@ from vllm_commext.proxy.engines.discovery import Registry
 from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import Outcome
 from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.resume import Resume
+from vllm_commext.proxy.session.reasons import Resume
 from vllm_commext.proxy.window.history import COLUMNS, SECONDS, History
 from vllm_commext.proxy.window.timeline import parts_of
 
