@@ -43,27 +43,24 @@ class Times:
 
 @dataclass
 class Bucket:
-    """refused: answered by 503. failed: by anything else that no client caused. num_timed: streams
-    with both times, of which in_time kept the limits. first, each: seconds to the first token, and
-    for each other."""
+    """counts: of `COUNTED`, and of requests: ended; refused by 503; failed by anything else that no
+    client caused; timed streams, and those of them in_time. first, each: seconds to the first
+    token, and for each other."""
 
     number: int = 0
-    ended: int = 0
-    refused: int = 0
-    failed: int = 0
-    num_timed: int = 0
-    in_time: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
     first: Times = field(default_factory=Times)
     each: Times = field(default_factory=Times)
-    counts: Counter[str] = field(default_factory=Counter[str])
 
     def row(self, seconds: float, has_limits: bool) -> list[float | None]:
         """Values of `COLUMNS`."""
-        share = self.in_time / self.num_timed if has_limits and self.num_timed else None
+        counts = self.counts
+        has_share = has_limits and counts["timed"]
         return [
-            *(self.ended / seconds, self.refused, self.failed),
-            *(*self.first.quantiles(0.5, 0.99), *self.each.quantiles(0.5, 0.99), share),
-            *(self.counts[name] for name in COUNTED),
+            *(counts["ended"] / seconds, counts["refused"], counts["failed"]),
+            *(*self.first.quantiles(0.5, 0.99), *self.each.quantiles(0.5, 0.99)),
+            counts["in_time"] / counts["timed"] if has_share else None,
+            *(counts[name] for name in COUNTED),
         ]
 
 
@@ -93,20 +90,18 @@ class History:
     def note(self, outcome: Outcome) -> bool:
         """Count a request that has ended; False where it failed or came late."""
         bucket, has_failure = self._buckets[-1], has_failed(outcome)
-        bucket.ended += 1
-        if outcome.status == 503:
-            bucket.refused += 1
-        elif has_failure:
-            bucket.failed += 1
-        first = outcome.first_token_seconds
+        counts, first = bucket.counts, outcome.first_token_seconds
+        counts["ended"] += 1
+        if outcome.status == 503 or has_failure:
+            counts["refused" if outcome.status == 503 else "failed"] += 1
         if not outcome.tokens or first is None:
             return not has_failure
         bucket.first.add(first)
         if outcome.tokens > 1:
             bucket.each.add(outcome.per_token)
         is_in_time = self.limits.allow(outcome.per_token, first)
-        bucket.num_timed += 1
-        bucket.in_time += is_in_time
+        counts["timed"] += 1
+        counts["in_time"] += is_in_time
         return is_in_time and not has_failure
 
     def count(self, counts: Mapping[str, int]) -> None:
@@ -121,14 +116,10 @@ class History:
     def minute(self, now: float) -> list[float | None]:
         """Values of `COLUMNS` in the last minute."""
         parts = list(self._buckets)[-MINUTE:]
-        whole = Bucket(parts[0].number, first=Times(), each=Times())
-        for name in ("ended", "refused", "failed", "num_timed", "in_time"):
-            setattr(whole, name, sum(getattr(one, name) for one in parts))
-        whole.first, whole.each = Times(p.first for p in parts), Times(p.each for p in parts)
-        for one in parts:
-            whole.counts.update(one.counts)
+        counts = sum((one.counts for one in parts), Counter[str]())
+        first, each = Times(one.first for one in parts), Times(one.each for one in parts)
         since = max(parts[0].number * SECONDS, self._began)
-        return whole.row(max(now - since, 1.0), self._has_limits)
+        return Bucket(0, counts, first, each).row(max(now - since, 1.0), self._has_limits)
 
     def _covered(self, bucket: Bucket, now: float) -> float:
         """Seconds of a bucket that have passed, at least one."""
