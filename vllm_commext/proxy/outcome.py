@@ -154,6 +154,10 @@ class Route:
     ways: tuple[tuple[str, float, float], ...] = ()
     marks: list[Mark] = field(default_factory=list[Mark])
 
+    def copy(self) -> "Route":
+        """For the next attempt."""
+        return Route(self.path, self.prefill, self.decode, self.placement, self.ways, self.marks)
+
 
 @dataclass
 class Outcome:

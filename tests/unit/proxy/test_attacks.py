@@ -71,13 +71,6 @@ def test_a_verdict_says_what_others_noticed(
     assert all(map(str.startswith, problems, expected))
 
 
-def test_every_attack_has_a_name_of_its_own() -> None:
-    from tests.attack.__main__ import ATTACKS
-
-    names = [attack.name for attack in ATTACKS]
-    assert len(names) == len(set(names)) >= 27
-
-
 def _fall(_: object) -> None:
     raise RuntimeError("nothing could be sent")
 

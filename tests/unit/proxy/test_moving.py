@@ -157,6 +157,7 @@ STAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Resume]] = {
     "an error": ({}, {}, Resume.FAILED),
     "a refusal": ({}, {}, Resume.FAILED),
     "a stream that breaks off": ({}, {}, Resume.FAILED),
+    "no other engine": ({}, {"health_interval_seconds": 60.0}, Resume.FAILED),
 }
 
 
@@ -182,9 +183,11 @@ async def test_a_stream_that_cannot_leave_ends_where_it_is(
         engines.second = fails
     async with kit.cluster(num_decode=2, **options) as cluster:
         tell(cluster, ahead)
+        cluster.proxy.decode_pool.engines[1].healthy = case != "no other engine"
         got = Told(await drained(cluster, engines, body, expected))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert cluster.decode[0].num_left == 0
+        assert case != "no other engine" or cluster.decode[1].calls == []
 
 
 async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
@@ -201,16 +204,6 @@ async def test_an_answer_that_is_begun_anew_after_long_stays(kit: Any) -> None:
         engines.first = late
         got = Told(await drained(cluster, engines, {}, Resume.ANEW))
         assert (got.text, got.resumed) == ("abcd", [])
-
-
-async def test_the_only_engine_keeps_its_streams(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "PREPARE_SECONDS", 0.2)
-    engines = Engines(COMPLETIONS)
-    async with kit.cluster(num_decode=2, health_interval_seconds=60.0) as cluster:
-        cluster.proxy.decode_pool.engines[1].healthy = False
-        got = Told(await drained(cluster, engines, {}, Resume.FAILED))
-        assert (got.text, got.resumed) == ("abcd", [])
-        assert cluster.decode[1].calls == []
 
 
 async def test_a_stream_waits_for_an_engine_that_comes_back(kit: Any) -> None:

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.proxy.test_resume import CHAT, ROOM_BYTES
 from vllm_commext.proxy.config import ProxyConfig
@@ -163,8 +161,3 @@ def test_a_request_goes_along_the_drawn_ways_alone_and_comes_to_an_end() -> None
     for seed in range(400):
         asyncio.run(serve(seed))
     assert seen == WAYS
-
-
-@given(st.integers(0, 1 << 30))
-def test_a_request_goes_along_the_drawn_ways_however_the_dice_fall(seed: int) -> None:
-    asyncio.run(serve(seed))

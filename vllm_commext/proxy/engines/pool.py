@@ -401,8 +401,8 @@ class EnginePool:
     def choose(self, exclude: Collection[Engine], prefix: Prefix) -> tuple[Engine, int] | None:
         """Choose by tokens under way less those it holds of the prompt, round robin among equals,
         suspects last. Also returns the tokens it holds."""
-        count = len(self.engines)
-        in_turn = [self.engines[(self._next_idx + step) % count] for step in range(count)]
+        start = self._next_idx
+        in_turn = (*self.engines[start:], *self.engines[:start])
         candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
         if not candidates:
             return None
@@ -412,5 +412,5 @@ class EnginePool:
 
         held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
         chosen = min(held, key=until_through)  # the first of equals
-        self._next_idx = (self.engines.index(chosen[0]) + 1) % count
+        self._next_idx = (self.engines.index(chosen[0]) + 1) % len(self.engines)
         return chosen

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,7 +348,7 @@ class Steps:
     def _next_attempt(self) -> Attempt:
         self._attempt = Attempt(
             *(self._service, self._asked, self.tries, self._transcript),
-            route=copy(self._outcome.route),
+            route=self._outcome.route.copy(),
         )
         return self._attempt
 
