@@ -174,7 +174,7 @@ def _request(ago: float, one: Outcome) -> dict[str, Any]:
         **{"status": one.status, "seconds": seconds, "first": one.first_token_seconds},
         **{"prompt_tokens": one.prompt_tokens, "tokens": one.tokens, "each": one.per_token},
         **{"path": route.path, "prefill": route.prefill, "decode": route.decode},
-        "ways": route.ways,
+        **{"placement": route.placement, "ways": route.ways},
         "parts": [
             (part.name, part.engine, part.began - one.began, part.ended - one.began)
             for part in parts_of(one.began, marks)
