@@ -39,7 +39,7 @@ def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[floa
     """Seconds of each placement, the shortest first: before each, an answer of some engine ends,
     another one begins, and the engine's others get a token."""
     planner, now = Planner(LIMITS), time.monotonic()
-    pools = {role: EnginePool(role, (), 1 << 20, planner.shared) for role in (PREFILL, DECODE)}
+    pools = {role: EnginePool(role, 1 << 20, planner.shared) for role in (PREFILL, DECODE)}
     for idx in range(num_engines):
         engine = pools[DECODE].add(f"http://127.0.0.1:{idx}", BOTH)
         pools[PREFILL].join(engine)

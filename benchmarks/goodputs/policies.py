@@ -8,7 +8,7 @@ from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import WINDOW
 from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, Job
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 from vllm_commext.proxy.policy.queue import Waiting
 
@@ -137,7 +137,7 @@ class Adaptive:
         self.is_ordered = is_ordered
         self._hardware = hardware
         self.planner = Planner(limits)
-        self.loads = [self.planner.new_load() for _ in hardware]
+        self.loads = [EngineLoad(self.planner.shared) for _ in hardware]
         self._held: list[dict[int, int]] = [{} for _ in hardware]
         self._down: set[int] = set()
         self.num_local = self.num_placed = self._turn = 0

@@ -62,7 +62,7 @@ class ProxyApp:
         limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
         self.planner = Planner(limits)
         self.prefill_pool, self.decode_pool = (
-            EnginePool(role, (), config.affinity_tokens, self.planner.shared) for role in ROLES
+            EnginePool(role, config.affinity_tokens, self.planner.shared) for role in ROLES
         )
         self.pools = (self.prefill_pool, self.decode_pool)
         self.registry = Registry({pool.role: pool for pool in self.pools})

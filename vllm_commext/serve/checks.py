@@ -4,6 +4,7 @@ import importlib.util
 import socket
 import subprocess
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_commext.errors import ConfigError
@@ -100,13 +101,8 @@ def why_not_bound(host: str, port: int) -> str:
 
 def free_ports() -> Generator[int]:
     """Ports of the loopback address that are free now; each once."""
-    held: list[socket.socket] = []
-    try:
+    with ExitStack() as held:
         while True:
-            one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            one = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             one.bind((LOOPBACK, 0))
-            held.append(one)
             yield one.getsockname()[1]
-    finally:
-        for one in held:
-            one.close()

@@ -87,13 +87,10 @@ class Command:
 
     def as_shell(self) -> str:
         """The command for a shell, with the commands' own names."""
-        argv = [*self.argv]
+        _, _, module, *rest = self.argv
         start = {"vllm.entrypoints.cli.main": "vllm", "vllm_commext": "vllm-commext"}
-        if argv[1:2] == ["-m"] and argv[2] in start:
-            argv[:3] = [start[argv[2]]]
-        return " ".join(
-            [*(f"{k}={shlex.quote(v)}" for k, v in self.environ.items()), shlex.join(argv)]
-        )
+        environ = (f"{name}={shlex.quote(value)}" for name, value in self.environ.items())
+        return " ".join([*environ, start[module], shlex.join(rest)])
 
 
 def commands(
@@ -133,15 +130,12 @@ def _engine(
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:
         own |= {name: value for name, value in CPU_DEFAULTS.items() if name not in environ}
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model]
-    argv += ["--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE]
-    argv += [
-        "--tensor-parallel-size",
-        str(request.tp),
-        "--kv-transfer-config",
-        json.dumps(TRANSFER),
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model),
+        *("--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE),
+        *("--tensor-parallel-size", str(request.tp), "--kv-transfer-config", json.dumps(TRANSFER)),
+        *("--shutdown-timeout", str(SHUTDOWN_SECONDS), *request.engine_args),
     ]
-    argv += ["--shutdown-timeout", str(SHUTDOWN_SECONDS), *request.engine_args]
     return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own)
 
 
@@ -155,11 +149,8 @@ def _proxy(request: Request, engines: Sequence[str], token: Path, admin_port: in
         argv += [option, str(value)] if value else []
     argv += [] if request.tpot_ms else ["--placement", "local"]
     argv += ["--admin-port", str(admin_port), "--admin-token-file", str(token)]
-    url, admin_url = (
-        f"http://{shown(request.host)}:{request.port}",
-        f"http://{LOOPBACK}:{admin_port}",
-    )
-    return Command("proxy", argv, url, admin_url=admin_url)
+    url = f"http://{shown(request.host)}:{request.port}"
+    return Command("proxy", argv, url, admin_url=f"http://{LOOPBACK}:{admin_port}")
 
 
 def shown(host: str) -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 import aiohttp
 
 from vllm_commext.errors import CommextError
-from vllm_commext.serve.child import Child
-from vllm_commext.serve.loading import STAGES
+from vllm_commext.serve.child import STAGES, Child
 from vllm_commext.serve.plan import ENDING, Command
 
 LOOK_SECONDS = 0.2

@@ -42,7 +42,7 @@ def planner(first_token: float = 0.0, per_token: float = 0.0, answer_tokens: int
 
 
 def engines(of: Planner, count: int = 2) -> list[Candidate]:
-    return [Candidate(of.new_load(), key=idx) for idx in range(count)]
+    return [Candidate(EngineLoad(of.shared), key=idx) for idx in range(count)]
 
 
 def running(load: EngineLoad, tokens: int, seconds: float) -> None:
@@ -79,7 +79,7 @@ def test_an_engine_that_is_flooded_from_the_start_is_placed_by_its_prompts() -> 
 
 
 def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
-    load = planner().new_load()
+    load = EngineLoad(planner().shared)
     answer = load.expect(1000, NOW)
     load.ask(4000, 0, NOW).end(NOW + 5.0)
     answer.end(NOW + 10.0)
@@ -92,14 +92,14 @@ def test_a_pause_is_no_part_of_an_engines_recent_time() -> None:
 
 
 def test_two_requests_may_come_at_the_same_time() -> None:
-    load = planner().new_load()
+    load = EngineLoad(planner().shared)
     load.ask(4000, 0, 0.0)
     load.look(1e-300)
     assert load.recent.share == pytest.approx(1.0)
 
 
 def test_an_engine_that_is_new_is_known_by_what_it_has_done_so_far() -> None:
-    load = planner().new_load()
+    load = EngineLoad(planner().shared)
     load.look(NOW)
     for _ in range(4):
         load.expect(1000, NOW)
@@ -201,7 +201,7 @@ def test_an_engine_whose_cache_is_full_costs_what_waiting_there_costs() -> None:
 
 
 def test_a_cache_is_as_full_as_its_engine_says_and_what_was_sent_since() -> None:
-    load = planner().new_load()
+    load = EngineLoad(planner().shared)
 
     def room(tokens: int) -> float:
         return load.room_seconds(tokens, STEP)
@@ -225,7 +225,7 @@ def test_a_cache_is_as_full_as_its_engine_says_and_what_was_sent_since() -> None
 
 def test_a_prompt_fills_its_engines_cache_until_it_is_read() -> None:
     made = planner()
-    source, target = (made.new_load() for _ in range(2))
+    source, target = (EngineLoad(made.shared) for _ in range(2))
     for load in (source, target):
         load.note_cache(10000, 0, 0)
     job = source.ask(6000, 1000, NOW)
@@ -244,7 +244,7 @@ def test_a_prompt_fills_its_engines_cache_until_it_is_read() -> None:
 
 
 def test_what_nobody_reads_leaves_its_engines_cache() -> None:
-    load = planner().new_load()
+    load = EngineLoad(planner().shared)
     job = load.ask(6000, 0, NOW)
     job.end(NOW)
     job.read()
@@ -377,7 +377,7 @@ def test_a_longer_queue_is_a_later_first_token(queue: list[int], one_more: int) 
 
 def test_a_prompt_that_nobody_sees_end_is_taken_to_end_in_time() -> None:
     made = planner()
-    load = made.new_load()
+    load = EngineLoad(made.shared)
     load.ask(4000, 0, NOW, is_seen=False)
     load.ask(8000, 0, NOW, is_seen=False)
     assert load.backlog(NOW) == pytest.approx(12000 * TOKEN, rel=0.1)

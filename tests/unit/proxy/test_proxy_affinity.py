@@ -117,7 +117,9 @@ def test_what_was_asked_longest_ago_is_forgotten_from_its_end() -> None:
 
 def pool_of(*tokens: int) -> EnginePool:
     urls = [f"http://h:{idx + 1}" for idx in range(len(tokens))]
-    pool = EnginePool("prefill", urls, affinity_tokens=10**6)
+    pool = EnginePool("prefill", affinity_tokens=10**6)
+    for url in urls:
+        pool.add(url)
     for engine, count in zip(pool.engines, tokens, strict=True):
         engine.passed_check()
         engine.tokens = count

@@ -195,7 +195,8 @@ async def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit:
     from vllm_commext.proxy.engines.health import HealthMonitor
 
     async with kit.engine(kit.decode_ok).running() as server, aiohttp.ClientSession() as session:
-        pool = EnginePool("decode", [server.url])
+        pool = EnginePool("decode")
+        pool.add(server.url)
         monitor = HealthMonitor(session, ProxyConfig((P1.url,), (server.url,)))
         async with monitor.running(pool.engines):
             await asyncio.sleep(0)  # until it waits

@@ -177,7 +177,9 @@ def test_cutter_holds_a_bounded_amount() -> None:
 
 
 def _pool(*in_flight: int) -> EnginePool:
-    pool = EnginePool("decode", [f"http://h:{idx + 1}" for idx in range(len(in_flight))])
+    pool = EnginePool("decode")
+    for idx in range(len(in_flight)):
+        pool.add(f"http://h:{idx + 1}")
     for engine, count in zip(pool.engines, in_flight, strict=True):
         engine.passed_check()
         engine.tokens = count

@@ -12,7 +12,7 @@ import pytest
 from vllm_commext.cli.main import main
 from vllm_commext.errors import ConfigError
 from vllm_commext.serve import checks, plan
-from vllm_commext.serve.loading import STAGES, cause_of, stage_of
+from vllm_commext.serve.child import STAGES, cause_of, stage_of
 from vllm_commext.serve.plan import Request
 
 REQUEST = Request("m", ("0", "1", "2", "3"), 2, 2, "127.0.0.1", 8000, 15, 1000, ("--seed", "1"))

@@ -7,14 +7,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from vllm_commext.proxy.http.body import RawJson, dumps
 from vllm_commext.proxy.http.endpoints import Endpoint, prompt_text
 
 SESSION_HEADER = "X-Session-ID"
-MAX_KEPT = 1 << 16
-"""Answers that engines keep, remembered by their ids."""
+MAX_LATEST = 1 << 16
+"""Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
 BLOCK_BYTES = 1024
 """About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
 MAX_BLOCKS = 256
@@ -26,7 +26,8 @@ MAX_SHARE = 0.25
 _DIGEST_BYTES = 12
 MAX_NAME_BYTES = 64 << 10
 """Looked at of a model's name or a salt."""
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,6 @@ class _Recent:
         self.weights: OrderedDict[bytes, float] = OrderedDict()
         self._sum = 0.0
 
-    def __len__(self) -> int:
-        return len(self.weights)
-
-    def get(self, key: bytes) -> float:
-        return self.weights.get(key, 0.0)
-
     def put(self, key: bytes, weight: float) -> None:
         weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
         self._sum += weight - self.weights.pop(key, 0.0)
@@ -90,20 +85,14 @@ class _Recent:
             self._sum -= self.weights.popitem(last=False)[1]
 
 
-class Keepers(Generic[T]):
-    """The engine that gave each of the latest answers that engines keep, by the answer's id."""
+class Latest(OrderedDict[K, V]):
+    """The `MAX_LATEST` keys noted last, with what was noted of each."""
 
-    def __init__(self) -> None:
-        self._engines: OrderedDict[str, T] = OrderedDict()
-
-    def note(self, answer_id: str, engine: T) -> None:
-        self._engines[answer_id] = engine
-        self._engines.move_to_end(answer_id)
-        if len(self._engines) > MAX_KEPT:
-            self._engines.popitem(last=False)
-
-    def get(self, answer_id: str) -> T | None:
-        return self._engines.get(answer_id)
+    def note(self, key: K, value: V) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > MAX_LATEST:
+            self.popitem(last=False)
 
 
 class Memory:
@@ -122,7 +111,7 @@ class Memory:
                 break
             held += prefix.tokens_a_block
         if prefix.session:
-            held = max(held, self._sessions.get(prefix.session))
+            held = max(held, self._sessions.weights.get(prefix.session, 0.0))
         return max(0, min(int(held), prefix.tokens - 1)) if held else 0
 
     def note(self, prefix: Prefix) -> None:
@@ -133,7 +122,7 @@ class Memory:
             self._sessions.put(prefix.session, float(prefix.tokens))
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._sessions)
+        return len(self._blocks.weights) + len(self._sessions.weights)
 
     def clear(self) -> None:
         self._blocks = _Recent(self._max_tokens)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from heapq import nsmallest
 
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
-from vllm_commext.proxy.engines.affinity import Prefix
+from vllm_commext.proxy.engines.affinity import Latest, Prefix
 from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
 HANDED_OVER = "handed_over"
 LEAST_WORK = "least_work"
 KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
-MAX_REMEMBERED = 1 << 16
 WINDOW = 3
 """Engines compared for a request, others each time: the best of more would get too many."""
 
@@ -82,7 +81,7 @@ class Chooser:
         self._planner = planner
         self._pools = pools
         self._turn = 0
-        self._last: dict[bytes, Engine] = {}
+        self._last = Latest[bytes, Engine]()
 
     def plan(
         self,
@@ -124,7 +123,8 @@ class Chooser:
         source, engine = placement.prefill.key, placement.decode.key
         assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
-        self._note(name, engine)
+        if name:
+            self._last.note(name, engine)
         source = None if placement.is_local else source
         return Plan(source, engine, placement, now + placement.first_token)
 
@@ -138,13 +138,6 @@ class Chooser:
         if last in pool.members and last not in window:
             window.append(last)
         return window
-
-    def _note(self, name: bytes, engine: Engine) -> None:
-        if name:
-            self._last.pop(name, None)
-            self._last[name] = engine
-            if len(self._last) > MAX_REMEMBERED:
-                del self._last[next(iter(self._last))]
 
 
 def _idlest(pool: EnginePool) -> Sequence[Engine]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -89,18 +89,17 @@ class _Sample(NamedTuple):
 
 
 def _samples(page: str, name: str) -> list[_Sample]:
-    return [_sample(line) for line in page.splitlines() if line.startswith(name + "{")]
-
-
-def _sample(line: str) -> _Sample:
-    found = _LINE.match(line)
-    if found is None:
-        raise ValueError(f"expected NAME{{LABELS}} VALUE, got {line[:80]!r}")
-    labels = {
-        name: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
-        for name, value in _LABEL.findall(found[1])
-    }
-    return _Sample(labels, float(found[2]))
+    samples: list[_Sample] = []
+    for line in page.splitlines():
+        if line.startswith(name + "{"):
+            if (found := _LINE.match(line)) is None:
+                raise ValueError(f"expected NAME{{LABELS}} VALUE, got {line[:80]!r}")
+            labels = {
+                label: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
+                for label, value in _LABEL.findall(found[1])
+            }
+            samples.append(_Sample(labels, float(found[2])))
+    return samples
 
 
 def read_capabilities(page: str) -> Capabilities:
@@ -146,7 +145,7 @@ class Turns:
         self._load = load
         self._turns: dict[Waiting, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        load.when_done(self._wake)
+        load.when_done = self._wake
 
     async def take(self, new_tokens: int, held_tokens: int) -> None:
         load, now = self._load, time.monotonic()
@@ -309,7 +308,7 @@ class Engine:
 
     def _forget(self) -> None:
         self.memory.clear()
-        self.load.cache.forget()
+        self.load.cache.size = 0.0
         self.capabilities = UNKNOWN
 
     def learn_again(self) -> None:
@@ -347,13 +346,7 @@ class Engine:
 class EnginePool:
     """All engines of one role, in the order in which they came."""
 
-    def __init__(
-        self,
-        role: str,
-        urls: Sequence[str] = (),
-        affinity_tokens: int = 0,
-        speeds: Speeds | None = None,
-    ) -> None:
+    def __init__(self, role: str, affinity_tokens: int = 0, speeds: Speeds | None = None) -> None:
         self.role = role
         self._affinity_tokens = affinity_tokens
         self._speeds = speeds or Speeds()
@@ -361,8 +354,6 @@ class EnginePool:
         self.members: frozenset[Engine] = frozenset()
         self.has_both = False
         self._next_idx = 0
-        for url in urls:
-            self.add(url)
 
     def add(self, url: str, role: str = "") -> Engine:
         role = role or self.role

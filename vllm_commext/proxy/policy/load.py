@@ -1,7 +1,8 @@
 """Engines' work as a proxy knows it. Pure: every time is an argument."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from vllm_commext.proxy.policy.queue import Queue
 from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
@@ -13,27 +14,25 @@ SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
 
 
+@dataclass(eq=False, slots=True)
 class Job:
     """A prompt that an engine computes, or is to compute until about *until*."""
 
-    __slots__ = (
-        "_load",
-        "asked",
-        "held",
-        "is_idle",
-        "is_kept",
-        "is_seen",
-        "new",
-        "seconds",
-        "until",
-    )
+    _load: "EngineLoad"
+    new: int
+    held: int
+    asked: float
+    is_seen: bool
+    is_kept: bool = False
+    is_idle: bool = field(init=False)
+    seconds: float = field(init=False)
+    until: float = field(init=False)
 
-    def __init__(self, load: "EngineLoad", new: int, held: int, now: float, is_seen: bool) -> None:
-        self._load, self.new, self.held, self.asked = load, new, held, now
-        self.is_seen, self.is_kept = is_seen, False
+    def __post_init__(self) -> None:
+        load = self._load
         self.is_idle = not load.prompts.jobs
-        self.seconds = load.speed.prefill_seconds(new, held, self.is_idle)
-        self.until = now + load.backlog(now) + self.seconds
+        self.seconds = load.speed.prefill_seconds(self.new, self.held, self.is_idle)
+        self.until = self.asked + load.backlog(self.asked) + self.seconds
 
     def end(self, now: float, is_done: bool = True) -> None:
         if self in self._load.prompts.jobs:
@@ -42,37 +41,30 @@ class Job:
     def keep(self) -> None:
         """Note that its KV cache waits for a reader."""
         self.is_kept = True
-        self._load.cache.keep(self.new + self.held)
+        self._load.cache.unread += self.new + self.held
 
     def read(self) -> None:
         if self.is_kept:
             self.is_kept = False
-            self._load.cache.keep(-self.new - self.held)
+            self._load.cache.unread -= self.new + self.held
 
 
+@dataclass(eq=False, slots=True)
 class Answer:
     """An answer that an engine gives, or is to give at *first_at*. source: the prompt at another
     engine whose KV cache is read for it."""
 
-    __slots__ = (
-        *(
-            "_is_loading",
-            "_last_at",
-            "_load",
-            "context",
-            "first_at",
-            "has_begun",
-            "source",
-            "tokens",
-        ),
-    )
+    _load: "EngineLoad"
+    context: int
+    first_at: float
+    _is_loading: bool
+    tokens: int = 0
+    has_begun: bool = False
+    source: Job | None = None
+    _last_at: float = field(init=False)
 
-    def __init__(self, load: "EngineLoad", context: int, due: float, is_loading: bool) -> None:
-        self._load, self.context, self._is_loading = load, context, is_loading
-        self.first_at = self._last_at = due
-        self.tokens = 0
-        self.has_begun = False
-        self.source: Job | None = None
+    def __post_init__(self) -> None:
+        self._last_at = self.first_at
 
     @property
     def per_token(self) -> float:
@@ -165,25 +157,16 @@ class Prompts:
         return first
 
 
-class Answers:
+class Answers(dict[Answer, None]):
     """Answers that an engine gives or is to give. context: tokens of those that have begun, prompts
     included; coming: of the others."""
 
     def __init__(self) -> None:
-        self._answers: dict[Answer, None] = {}
+        super().__init__()
         self.num_begun = self.context = self.coming = 0
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def __iter__(self) -> Iterator[Answer]:
-        return iter(self._answers)
-
-    def __contains__(self, answer: Answer) -> bool:
-        return answer in self._answers
-
     def add(self, answer: Answer) -> None:
-        self._answers[answer] = None
+        self[answer] = None
         self.coming += answer.context
 
     def begin(self, answer: Answer) -> None:
@@ -192,7 +175,7 @@ class Answers:
         self.coming -= answer.context
 
     def end(self, answer: Answer) -> None:
-        del self._answers[answer]
+        del self[answer]
         if answer.has_begun:
             self.num_begun -= 1
             self.context -= answer.context + answer.tokens - 1
@@ -249,12 +232,6 @@ class Cache:
         self.unread = 0
         self.size = self._num_steps = self._others = 0.0
 
-    def forget(self) -> None:
-        self.size = 0.0
-
-    def keep(self, tokens: int) -> None:
-        self.unread += tokens
-
     def note(self, size: float, used: float, num_steps: float, surely: float, more: float) -> None:
         """Others' requests make the use more than is known here, shared beginnings less; which of
         those to come it counts is unknown. After the same number of steps the value is stale."""
@@ -281,10 +258,7 @@ class EngineLoad:
         self.prompts, self.answers = Prompts(self.speed), Answers()
         self.queue = Queue(shared.limits.first)
         self.gaps, self.recent, self.cache = Gaps(), Recent(), Cache()
-        self._when_done: Callable[[], None] = lambda: None
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._when_done = call
+        self.when_done: Callable[[], None] = lambda: None
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """Note a prompt. is_seen: the caller sees when it is computed."""
@@ -299,7 +273,7 @@ class EngineLoad:
         self.prompts.end(job, now, is_done)
         if not self.prompts.jobs:
             self.gaps.take(now)
-        self._when_done()
+        self.when_done()
 
     def expect(self, context_tokens: int, due: float, is_loading: bool = False) -> Answer:
         """Note an answer from about *due* on. is_loading: of another engine's prompt."""
@@ -316,7 +290,7 @@ class EngineLoad:
 
     def look(self, now: float) -> None:
         has_prompts = bool(self.prompts.jobs)
-        self.recent.look(now, has_prompts or len(self.answers) > 0, has_prompts)
+        self.recent.look(now, has_prompts or bool(self.answers), has_prompts)
 
     def learn_second_token(self, gap: float) -> None:
         """Learn from the gap between a first token of another engine's and the second."""

@@ -99,9 +99,6 @@ class Planner:
     def __init__(self, limits: Limits) -> None:
         self.shared = Speeds(limits)
 
-    def new_load(self) -> EngineLoad:
-        return EngineLoad(self.shared)
-
     def place(
         self,
         now: float,

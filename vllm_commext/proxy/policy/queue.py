@@ -1,6 +1,7 @@
 """Prompts that wait for an engine's turn, and which goes first. Pure: every time is an argument."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappush, heappushpop
 
 PATIENCE = 4.0
@@ -11,12 +12,14 @@ IN_TIME = 0.95
 """Share of a limit that a prompt is planned to be computed in."""
 
 
+@dataclass(eq=False, slots=True)
 class Waiting:
-    __slots__ = ("due", "seconds", "since")
+    since: float
+    seconds: float
 
-    def __init__(self, since: float, seconds: float) -> None:
-        self.since, self.seconds = since, seconds
-        self.due = since + PATIENCE * seconds
+    @property
+    def due(self) -> float:
+        return self.since + PATIENCE * self.seconds
 
 
 class Queue:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.engines.affinity import NO_PREFIX, SESSION_HEADER, Keepers, prefix_of
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, SESSION_HEADER, Latest, prefix_of
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.http.body import compacted, encode, in_steps
@@ -37,7 +37,7 @@ class Service:
         self.config, self.metrics = upstream.config, upstream.metrics
         pools = {pool.role: pool for pool in (upstream.prefill_pool, upstream.decode_pool)}
         self.chooser = Chooser(self.config.placement, planner, pools)
-        self.keepers = Keepers[Engine]()
+        self.keepers = Latest[str, Engine]()
         self.room = Room(self.config.resume_bytes)
         self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
 
