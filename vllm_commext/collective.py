@@ -98,13 +98,11 @@ class Collective:
         except _LeftError as left:
             raise UnsupportedError(str(left)) from left
 
-    def agree(self, step: Callable[[], object]) -> None:
-        """As `run`, for a step whose value stays on its rank."""
-
-        def silent() -> None:
-            step()
-
-        self.run(silent)
+    def agree(self, step: Callable[[], Value]) -> Value:
+        """As `run`, for a step whose value stays on its rank; returns it."""
+        found: list[Value] = []
+        self.run(lambda: found.append(step()))
+        return found[0]
 
     def await_others(self, seconds: float) -> None:
         """Wait for the other ranks to come here too, but not for longer; without a group, or where

@@ -84,16 +84,12 @@ def _makers(
 
 def _make_together(what: str, maker: Maker, collective: Collective) -> list[Backend]:
     """Make a backend on all ranks, or on none, with one line why."""
-    made: list[Backend] = []
-    try:
-        if what == OUR_KERNEL:  # which agrees with the other ranks by itself
-            return [maker()]
-        collective.agree(lambda: made.append(maker()))
+    try:  # our own kernel agrees with the other ranks by itself
+        return [maker() if what == OUR_KERNEL else collective.agree(maker)]
     except UnsupportedError as error:
         if collective.rank == 0:
             logger.warning("commext: allreduce: without %s on all ranks: %s", what, error)
         return []
-    return made
 
 
 def create_dispatcher(

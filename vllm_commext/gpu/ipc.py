@@ -207,17 +207,14 @@ def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
     of `EMPTY` before and afterwards.
     """
     rank, world_size = collective.rank, collective.world_size
-    functions: list[launch.Function] = []
     macros = {"WORLD_SIZE": world_size, "RANK": rank}
-    collective.agree(
-        lambda: functions.append(
-            launch.load(
-                *(Program(PEER_CHECK), macros, launch.WARP, launch.current_device()),
-                programmatic=False,
-            )
+    function = collective.agree(
+        lambda: launch.load(
+            *(Program(PEER_CHECK), macros, launch.WARP, launch.current_device()),
+            programmatic=False,
         )
     )
-    collective.agree(lambda: _look(functions[0], addresses, rank, world_size))
+    collective.agree(lambda: _look(function, addresses, rank, world_size))
 
 
 def _look(function: launch.Function, addresses: Sequence[int], rank: int, world_size: int) -> None:
