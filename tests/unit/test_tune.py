@@ -156,9 +156,10 @@ def test_nccl_is_found_beside_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 class TestMeasuring:
     """The loop over sizes and dtypes; the times themselves need GPUs."""
 
-    def measure(
-        self, monkeypatch: pytest.MonkeyPatch, seconds: float
-    ) -> tuple[dict[str, measure.TimesBySize], list[tuple[str, int]]]:
+    @pytest.mark.parametrize("seconds", [60, -1])
+    def test_every_size_of_every_dtype_is_measured_and_told_within_its_time(
+        self, seconds: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told: list[tuple[str, int]] = []
         collective: Any = SimpleNamespace(run=lambda step: [step()] * 2)
         dispatcher: Any = SimpleNamespace(backends={})
@@ -169,20 +170,9 @@ class TestMeasuring:
         times = measure.measure_backends(
             dispatcher, collective, options, progress=lambda *of: told.append(of[:2])
         )
-        return times, told
-
-    def test_every_size_of_every_dtype_is_measured_and_told(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        times, told = self.measure(monkeypatch, 60)
-        both = {2048: {"nccl": 2048.0}, 4096: {"nccl": 4096.0}}
+        both = {2048: {"nccl": 2048.0}, 4096: {"nccl": 4096.0}} if seconds > 0 else {}
         assert times == {"bfloat16": both, "float32": both}
-        assert len(told) == 4
-
-    def test_it_ends_with_its_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        times, told = self.measure(monkeypatch, -1)
-        assert times == {"bfloat16": {}, "float32": {}}
-        assert not told
+        assert len(told) == 2 * len(both)
 
     def test_only_backends_that_are_ready_take_part(self) -> None:
         prepared: list[str] = []

@@ -101,21 +101,18 @@ def _wait(url: str, wait_seconds: float, quiet_seconds: float) -> int:
 def work_left(url: str) -> dict[str, float] | None:
     """Work left to an engine that drains, by kind; None for one that does not drain."""
     try:
-        return _work_left(url)
+        headers, health = _get(f"{url}/health")
+        if HEADER not in headers:
+            return None
+        page = _SAMPLE.findall(_get(f"{url}/metrics")[1])
+        samples = [(name, float(value)) for name, value in page]
+        return {
+            "requests in its server": float(json.loads(health)["in_flight"]),
+            "in its engine": sum(value for name, value in samples if name in UNFINISHED),
+            "held for decode engines": sum(value for name, value in samples if name == HELD),
+        }
     except (OSError, ValueError, TypeError, LookupError, http.client.HTTPException) as error:
         raise EngineAwayError(f"cannot reach an engine at {url}: {error!r}") from error
-
-
-def _work_left(url: str) -> dict[str, float] | None:
-    headers, health = _get(f"{url}/health")
-    if HEADER not in headers:
-        return None
-    samples = [(name, float(value)) for name, value in _SAMPLE.findall(_get(f"{url}/metrics")[1])]
-    return {
-        "requests in its server": float(json.loads(health)["in_flight"]),
-        "in its engine": sum(value for name, value in samples if name in UNFINISHED),
-        "held for decode engines": sum(value for name, value in samples if name == HELD),
-    }
 
 
 def _get(url: str) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ the kernel. Both are found by what vLLM's own passes look for, and marked for `f
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import can_auto_functionalize
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from vllm_commext.allreduce.fused import graph as fused_graph
 
+Form = Callable[..., Any]
 ROWS, COLUMNS = 5, 256  # of the examples from which patterns are made
 # epilogue: vLLM's name of the kind, and how its scales lie
 KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
@@ -32,14 +33,6 @@ KINDS: dict[str, tuple[Any, dict[str, bool]]] = {
         {"has_col_major_scales": True, "is_tma_aligned": True},
     ),
 }
-
-
-class Form(NamedTuple):
-    """Pattern of a quantiser, and what takes its place; both take the same operands."""
-
-    pattern: Callable[..., Any]
-    replacement: Callable[..., Any]
-    operands: list[Any]
 
 
 class QuantiserPatterns:
@@ -81,22 +74,18 @@ class QuantiserPatterns:
         def mark(x: Any, scale: Any) -> Any:
             return torch.ops.vllm_commext.quantised.default(x, scale, epilogue)
 
-        x = empty((ROWS, COLUMNS), (COLUMNS, 1), self._dtype)
+        # A pattern of a quantiser, and what takes its place, take the same operands.
+        operands = [empty((ROWS, COLUMNS), (COLUMNS, 1), self._dtype)]
+        form: tuple[Form, Form] = (lambda x: matcher(x), lambda x: mark(x, None))
         if epilogue == "fp8_static":
-            given = empty((1, 1), (1, 1), torch.float32)
-            form = Form(
-                lambda x, scale: matcher(x, scale)[0],
-                lambda x, scale: mark(x, scale)[0],
-                [x, given],
-            )
+            operands.append(empty((1, 1), (1, 1), torch.float32))
+            form = (lambda x, scale: matcher(x, scale)[0], lambda x, scale: mark(x, scale)[0])
         elif epilogue == "fp8_group_columns_4":
             # Where the scales go is made outside of the pattern, as its size depends on the rows.
-            scales = empty((ROWS, COLUMNS // 128), (1, ROWS + 3), torch.float32)
-            form = Form(
-                lambda x, scale: matcher(x, scale), lambda x, scale: mark(x, None), [x, scales]
-            )
-        else:
-            form = Form(lambda x: matcher(x), lambda x: mark(x, None), [x])
+            operands.append(empty((ROWS, COLUMNS // 128), (1, ROWS + 3), torch.float32))
+            form = (lambda x, scale: matcher(x, scale), lambda x, scale: mark(x, None))
+
+        pattern, replacement = form
 
         def fits(match: Any) -> bool:
             x, scale = match.kwargs["x"], match.kwargs.get("scale")
@@ -104,6 +93,6 @@ class QuantiserPatterns:
 
         patterns: Any = self._patterns
         pattern_matcher.register_replacement(
-            *(form.pattern, form.replacement, form.operands, pattern_matcher.fwd_only, patterns),
+            *(pattern, replacement, operands, pattern_matcher.fwd_only, patterns),
             extra_check=fits,
         )

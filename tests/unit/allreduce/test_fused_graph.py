@@ -269,8 +269,10 @@ WIDE = 256
 CODES = list(EPILOGUES)[1:]
 
 
-def marked(epilogue: str, residual: bool, spoiled: str = "") -> tuple[torch.fx.GraphModule, bool]:
-    """A norm whose quantiser is marked, rewritten; and whether our op could do both."""
+def marked(
+    epilogue: str, residual: bool, spoiled: str = ""
+) -> tuple[torch.fx.GraphModule, bool, tuple[Tensor, ...]]:
+    """A norm whose quantiser is marked, rewritten; whether our op could do both; and arguments."""
     generator = torch.Generator().manual_seed(1)
     x, other = (torch.randn(3, WIDE, generator=generator).to(BFLOAT16) for _ in range(2))
     weight, scale = torch.ones(WIDE, dtype=BFLOAT16), torch.tensor([0.05])
@@ -291,22 +293,19 @@ def marked(epilogue: str, residual: bool, spoiled: str = "") -> tuple[torch.fx.G
     assert rewrite(module.graph, OPS, lambda group, _: group == OURS) == (spoiled != "group")
     (node,) = module.graph.find_nodes(op="call_function", target=OPS.quantised)
     norm, given, _ = node.args
-    return module, can_absorb(OPS, norm, [node], epilogue, given)
+    return module, can_absorb(OPS, norm, [node], epilogue, given), arguments
 
 
 @pytest.mark.parametrize("epilogue", CODES)
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_quantiser_goes_into_the_op(epilogue: str, residual: bool) -> None:
-    module, fits = marked(epilogue, residual)
+    module, fits, (x, other, weight, scale) = marked(epilogue, residual)
     assert fits
     assert absorb(module.graph, OPS) == 1
     module.graph.lint()
     module.recompile()
     (call,) = fused_calls(module)
     assert call.args[5] == epilogue
-    generator = torch.Generator().manual_seed(1)
-    x, other = (torch.randn(3, WIDE, generator=generator).to(BFLOAT16) for _ in range(2))
-    weight, scale = torch.ones(WIDE, dtype=BFLOAT16), torch.tensor([0.05])
     out, scales, new = module(x, other, weight, scale)
     given = scale if epilogue == "fp8_static" else None
     want = FUSED(x, other if residual else None, weight, EPS, OURS, epilogue, given)
