@@ -53,23 +53,20 @@ def make_calls(
 
 def errors(shape: Shape, calls: list[Call]) -> tuple[float, float]:
     """Largest error of Q and of K over the ranks, in units of the last place of the output."""
-    worst = []
-    for start, stop, outs, weights in (
-        (0, shape.q_size, [c.q for c in calls], [c.q_weight for c in calls]),
-        (
-            shape.q_size,
-            shape.q_size + shape.k_size,
-            [c.k for c in calls],
-            [c.k_weight for c in calls],
-        ),
-    ):
-        wanted = exact([call.rows[:, start:stop] for call in calls], weights)
-        worst.append(0.0)
-        for out, want in zip(outs, wanted, strict=True):
-            place = ULP[out.dtype] * want.abs().clamp_min(torch.finfo(out.dtype).tiny)
-            error = ((out.double() - want).abs() / place).max() if out.numel() else 0.0
-            worst[-1] = max(worst[-1], float(error))
-    return worst[0], worst[1]
+    q, k = (
+        [call.rows[:, : shape.q_size] for call in calls],
+        [call.rows[:, shape.q_size : shape.q_size + shape.k_size] for call in calls],
+    )
+    return (
+        error([call.q for call in calls], exact(q, [call.q_weight for call in calls])),
+        error([call.k for call in calls], exact(k, [call.k_weight for call in calls])),
+    )
+
+
+def error(outs: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    out, want = torch.cat(outs), torch.cat(wanted)
+    place = ULP[out.dtype] * want.abs().clamp_min(torch.finfo(out.dtype).tiny)
+    return float(((out.double() - want).abs() / place).max()) if out.numel() else 0.0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +67,6 @@ def test_an_encoder_does_not_keep_the_memo_of_a_large_message() -> None:
 
 
 def test_a_tensor_goes_as_its_memory() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     numbers = torch.arange(10_000)
     tensors = [numbers, numbers.bfloat16(), numbers.reshape(100, 100)[:, ::2]]
     back, n_parts = travel(tensors)
@@ -156,7 +156,6 @@ def test_any_dense_array_arrives(shape: tuple[int, ...], dtype: str) -> None:
 
 
 def test_only_contiguous_numbers_go_without_pickle() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
     dense = torch.arange(600).reshape(3, 200)
     for tensor in (dense, dense.to(torch.float16), dense % 2 == 0):
         assert travel_plain(tensor)[1]

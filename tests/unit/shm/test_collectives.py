@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch", reason="torch is not installed")
-import torch
 
 from tests.kit.threads import outcomes, swap_among, together
 from vllm_commext.collective import Collective

@@ -7,9 +7,7 @@ runs the same tests against the installed vLLM's queue, where each of them fails
 
 import gc
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ import pytest
 from tests.kit.threads import in_thread
 
 from .child import KIND, LARGE, SMALL, queue_class
-from .conftest import Start
+from .conftest import Start, unshared
 
 ENOUGH_SECONDS = 60.0  # for a wait that must end
 
@@ -121,11 +119,8 @@ def test_5_the_content_is_that_of_the_call() -> None:
 
 @pytest.mark.parametrize("size", ["64m", "1m"])
 def test_6_a_small_dev_shm_holds_all_queues(size: str, start: Start) -> None:
-    unshare = shutil.which("unshare")
-    if not unshare or subprocess.run([unshare, "-rm", "true"], check=False).returncode:
-        pytest.skip("this machine does not let us mount a /dev/shm of our own")
     mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$0" "$@"'
-    child = start("fill_a_small_dev_shm", wrapper=(unshare, "-rm", "sh", "-c", mount))
+    child = start("fill_a_small_dev_shm", wrapper=(*unshared("-rm"), "sh", "-c", mount))
     assert child.said() == "done"
 
 

@@ -11,15 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.kit.threads import in_thread
 from vllm_commext.shm.queue import MessageQueue
 
+from .test_steps import Explodes
+
 RANKS = (5, 2)  # not 0 and 1, and not in order
 RING_BYTES = 64 << 10
-
-
-class Explodes:
-    """Pickles well and raises when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return divmod, (1, 0)
 
 
 class CannotBePickled:

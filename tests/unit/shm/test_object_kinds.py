@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_commext.shm.queue import MessageQueue
 
-torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 LARGE = 9_000  # elements of what goes out of band
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ from tests.kit.threads import in_thread
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.ring import next_steps
+
+from .conftest import until
 
 
 def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQueue]]:
@@ -92,9 +93,7 @@ def test_a_long_wait_names_who_is_waited_for(
         writer.enqueue(b"x" * 200_000)  # all that may be under way
         record = os.urandom(300_000)
         thread, results = in_thread(lambda: writer.enqueue(record))
-        deadline = time.monotonic() + 10
-        while "has not read" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: "has not read" in caplog.text)
         assert reader.dequeue(timeout=60) == b"x" * 200_000
         assert reader.dequeue(timeout=60) == record  # begun before the lines, and not begun again
         thread.join(10)
@@ -127,9 +126,7 @@ def test_who_has_not_come_is_told_and_not_who_has(
     readers = [MessageQueue.create_from_handle(writer.export_handle(), 0)]
     with caplog.at_level(logging.INFO, "vllm.commext.shm"):
         thread, results = in_thread(writer.wait_until_ready)
-        deadline = time.monotonic() + 10
-        while "has not come" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: "has not come" in caplog.text)
     lines = [entry.getMessage() for entry in caplog.records]
     assert lines[0].startswith("reader 1 (not attached, at message 0) has not come")
     readers.append(MessageQueue.create_from_handle(writer.export_handle(), 1))

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from vllm_commext.shm.ring import (
 )
 from vllm_commext.shm.segment import segment_bytes
 
+from .conftest import until
+
 CAPACITY = 4096
 
 
@@ -32,10 +33,7 @@ def make(n_readers: int = 1, capacity: int = CAPACITY) -> tuple[RingWriter, list
 
 
 def until_asleep(end: RingReader | RingWriter) -> None:
-    deadline = time.monotonic() + 60
-    while end.counters()["sleeps"] == 0:
-        assert time.monotonic() < deadline, "never went to sleep"
-        time.sleep(0.001)
+    until(lambda: end.counters()["sleeps"])
 
 
 @pytest.mark.parametrize(

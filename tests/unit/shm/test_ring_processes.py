@@ -6,7 +6,6 @@ The kernel says who is dead: after exec, in other pid namespaces, whatever child
 import fcntl
 import os
 import resource
-import shutil
 import signal
 import struct
 import subprocess
@@ -25,19 +24,20 @@ from vllm_commext.shm.ring import (
     RingWriter,
 )
 
-from .conftest import Start
+from .conftest import Start, unshared
 
 CAPACITY = 4096
 F_OFD_SETLK = 37  # <linux/fcntl.h>; Python 3.10 has no name for it
 
 
-@pytest.fixture
-def namespace() -> tuple[str, ...]:
-    """The words before a command that give it a pid namespace of its own."""
-    words = ("unshare", "-rpf", "--mount-proc", "--kill-child")
-    if not shutil.which("unshare") or subprocess.run([*words, "true"], check=False).returncode:
-        pytest.skip("this machine does not let us make a pid namespace")
-    return words
+NAMESPACE = ("-rpf", "--mount-proc", "--kill-child")
+here_and_elsewhere = pytest.mark.parametrize(
+    "namespaces", [(), NAMESPACE], ids=["here", "in a pid namespace"]
+)
+
+
+def beginning(namespaces: tuple[str, ...]) -> tuple[str, ...]:
+    return unshared(*namespaces) if namespaces else ()
 
 
 def in_dev_shm(address: RingAddress) -> bool:
@@ -97,29 +97,27 @@ def is_found_dead(writer: RingWriter) -> None:
 
 
 @pytest.mark.parametrize("end", ["attach_and_exec", "attach_and_fork", "attach_and_sleep"])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in a pid namespace"])
+@here_and_elsewhere
 def test_a_reader_is_dead_whatever_lives_on(
-    end: str, elsewhere: bool, start: Start, request: pytest.FixtureRequest
+    end: str, namespaces: tuple[str, ...], start: Start
 ) -> None:
     """Another program in its process, and a child of it."""
-    wrapper = request.getfixturevalue("namespace") if elsewhere else ()
     writer = RingWriter.create(1, CAPACITY)
-    child = start(end, writer.address, 0, wrapper=wrapper)
+    child = start(end, writer.address, 0, wrapper=beginning(namespaces))
     said = child.said()
     if end != "attach_and_exec":
         assert writer.dead_peers() == []
         child.kill()
     is_found_dead(writer)
-    if end == "attach_and_fork" and not elsewhere:
+    if end == "attach_and_fork" and not namespaces:
         os.kill(said, 9)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in a pid namespace"])
+@here_and_elsewhere
 def test_what_a_dead_creator_left_is_removed_by_the_next(
-    elsewhere: bool, start: Start, request: pytest.FixtureRequest
+    namespaces: tuple[str, ...], start: Start
 ) -> None:
-    wrapper = request.getfixturevalue("namespace") if elsewhere else ()
-    child = start("create_and_sleep", 1, CAPACITY, wrapper=wrapper)
+    child = start("create_and_sleep", 1, CAPACITY, wrapper=beginning(namespaces))
     address, living = child.said(), RingWriter.create(1, CAPACITY)
     assert in_dev_shm(address)
     child.kill()

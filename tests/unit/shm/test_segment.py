@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import resource
-import shutil
 import struct
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from vllm_commext.shm.segment import (
     segment_bytes,
     unlink_segment,
 )
+
+from .conftest import unshared
 
 CAPACITY = 4096
 CAPACITIES = st.integers(12, 30).map(lambda bits: 1 << bits)
@@ -204,13 +205,9 @@ def test_only_a_file_that_was_taken_for_abandoned_is_made_again(
 
 
 def in_a_small_dev_shm(size: str, code: str) -> list[str]:
-    unshare = shutil.which("unshare")
-    may_mount = unshare and subprocess.run([unshare, "-rm", "true"], check=False).returncode == 0
-    if not may_mount:
-        pytest.skip("this machine does not let us mount a /dev/shm of our own")
     mount = f"import subprocess\nwords = 'mount -t tmpfs -o size={size} tmpfs /dev/shm'.split()\n"
     program = f"{mount}subprocess.run(words, check=True)\n{code}"
-    command = [str(unshare), "-rm", sys.executable, "-c", program]
+    command = [*unshared("-rm"), sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

@@ -10,7 +10,7 @@ from tests.kit.threads import together
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.ring import RingReader, RingWriter
-from vllm_commext.shm.segment import capacity_for, segment_bytes
+from vllm_commext.shm.segment import SHM_FOLDER, capacity_for, free_shm_bytes, segment_bytes
 
 from .test_segment import in_a_small_dev_shm, overwrite, path_of
 
@@ -135,9 +135,7 @@ def test_without_memory_behind_the_ring_the_writer_waits_as_without_a_budget() -
 
 
 def test_a_dev_shm_without_a_limit_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_commext.shm import segment
-
     unlimited = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: unlimited)
-    assert capacity_for(240 * MIB, segment.free_shm_bytes()) == 2 * MIB
-    assert Path("/dev/shm") == segment.SHM_FOLDER
+    assert capacity_for(240 * MIB, free_shm_bytes()) == 2 * MIB
+    assert Path("/dev/shm") == SHM_FOLDER
