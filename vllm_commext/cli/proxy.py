@@ -160,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-port",
         type=int,
         default=None,
-        help="port to add, remove and drain engines; 0: any free one; default: none",
+        help="port to see, add, remove and drain engines; 0: any free one; default: none",
     )
     add(
         "--reuse-port",
