@@ -277,7 +277,6 @@ OTHER_MARKS = "<think></think>[TOOL_CALLS]<assistant><|assistant|>"
 PIECES = {"olmo3": ("Ġ</", "</", "think")}
 """In place of whole marks, for a parser whose model has none."""
 THINK = ("<think>\n", "\n</think>\n")
-_COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
 _TO_SELF = (" to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>")
 REASONING_MARKS: dict[str, tuple[str, str]] = {
     "gemma4": ("<|channel>thought\n", "<channel|>"),
