@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.network import Link, NetworkError, namespace_link
+from tests.cpu import event_streams
 from tests.kit.composed import Cluster
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
 
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forked_servers: None) -> None: ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_prompts() -> None:
+    """Whatever ran in this process before: two tokens may be so near to one another, or a number to
+    where it is rounded, that servers which compute a prompt in other steps tell another one."""
+    event_streams.number_again()
 
 
 @pytest.fixture(scope="module")

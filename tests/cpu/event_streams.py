@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import httpx
@@ -23,7 +24,7 @@ NUM_TRIES = 400
 _TEXTS = ("content", "reasoning", "text")
 _LISTS = ("token_ids", "tool_calls", "prompt_token_ids")
 _MARK = re.compile("</?think>")
-_number = iter(range(10_000))
+_numbers = count()
 
 
 @dataclass
@@ -144,9 +145,15 @@ def _take_apart(choice: dict[str, Any], said: dict[str, Any]) -> None:
             said[f"logprobs.{name}"] += rounded(json.dumps(values))
 
 
+def number_again() -> None:
+    """From now on prompts are those of a fresh process."""
+    global _numbers
+    _numbers = count()
+
+
 def body_of(path: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """A request with a prompt that no server has seen."""
-    number = next(_number)
+    number = next(_numbers)
     body: dict[str, Any] = {"model": cluster.MODEL_NAME, "max_tokens": 16, "temperature": 0.0}
     if path == COMPLETIONS:
         body["prompt"] = (
