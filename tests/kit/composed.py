@@ -23,11 +23,8 @@ OWN = {"cache_salt": "answered alone"}  # nothing of it is a prefix-cache hit la
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode engine, and the names of the models that both serve."""
-
     prefill: VllmServer
     decode: VllmServer
-    names: Sequence[str] = (cluster.MODEL_NAME,)
 
 
 @dataclass
@@ -44,7 +41,6 @@ class Cluster:
         prefill: Sequence[str] = (),
         decode: Sequence[str] = (),
         *,
-        names: Sequence[str] = (cluster.MODEL_NAME,),
         child: Mapping[str, Any] | None = None,
     ) -> Pair:
         """Start two engines with further arguments; with ``child``, another connector stands beside
@@ -63,7 +59,7 @@ class Cluster:
             arguments = [*options, *args]
             servers.append(cluster.engine_server(role, model, self.folder, config, args=arguments))
         self.stack.enter_context(cluster.all_ready(servers))
-        return Pair(servers[0], servers[1], names)
+        return Pair(*servers)
 
 
 def prompts() -> list[list[int]]:
@@ -78,18 +74,17 @@ def check(pair: Pair, *, max_tokens: int = 16, atol: float = ATOL) -> list[tuple
     Returns:
         For each answer, what the decode engine counted while it gave it alone, and after a load.
     """
-    url = pair.decode.url
+    url, name = pair.decode.url, cluster.MODEL_NAME
     counted: list[tuple[Metrics, Metrics]] = []
-    for name in pair.names:
-        for prompt in prompts():
-            start = scrape(url)
-            own = complete(url, name, prompt, extra=OWN, max_tokens=max_tokens)
-            before = scrape(url)
-            got = cluster.disaggregated(pair.prefill.url, url, name, prompt, max_tokens=max_tokens)
-            moved = scrape(url).minus(before)
-            difference = compare(own, got, atol)
-            assert difference.equal, f"{name}, {len(prompt)} tokens: {difference}"
-            assert moved.total(f"{NIXL}failures_total") == 0
-            assert moved.total(f"{NIXL}bytes_total") > 0
-            counted.append((before.minus(start), moved))
+    for prompt in prompts():
+        start = scrape(url)
+        own = complete(url, name, prompt, extra=OWN, max_tokens=max_tokens)
+        before = scrape(url)
+        got = cluster.disaggregated(pair.prefill.url, url, name, prompt, max_tokens=max_tokens)
+        moved = scrape(url).minus(before)
+        difference = compare(own, got, atol)
+        assert difference.equal, f"{len(prompt)} tokens: {difference}"
+        assert moved.total(f"{NIXL}failures_total") == 0
+        assert moved.total(f"{NIXL}bytes_total") > 0
+        counted.append((before.minus(start), moved))
     return counted
