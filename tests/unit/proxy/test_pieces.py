@@ -26,8 +26,7 @@ from vllm_commext.proxy.http.body import encode, members_of
 from vllm_commext.proxy.http.endpoints import CHAT, lack_of, num_samples, prompt_tokens
 from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.resume import Room
-from vllm_commext.proxy.session.transcript import Transcript
+from vllm_commext.proxy.session.transcript import Room, Transcript
 
 PIECE_SECONDS = 0.02
 """Four times what is asked of a quiet machine, as caches and cores are shared here; what these

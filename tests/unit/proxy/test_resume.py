@@ -15,9 +15,9 @@ from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART
 from vllm_commext.proxy.session.reasons import Resume
-from vllm_commext.proxy.session.resume import MAX_RESUMES, Room
 from vllm_commext.proxy.session.service import refusal
-from vllm_commext.proxy.session.transcript import Transcript, without_prompt
+from vllm_commext.proxy.session.steps import MAX_RESUMES
+from vllm_commext.proxy.session.transcript import Room, Transcript, without_prompt
 from vllm_commext.proxy.session.two_step import local_prefill_reason
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

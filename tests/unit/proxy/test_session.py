@@ -17,8 +17,8 @@ from vllm_commext.proxy.outcome import ClientGoneError, Outcome, ProxyError
 from vllm_commext.proxy.session import session, steps
 from vllm_commext.proxy.session.phase import MOVES, Life, Phase
 from vllm_commext.proxy.session.relay import Ended, Left, Lost
-from vllm_commext.proxy.session.resume import Room
 from vllm_commext.proxy.session.session import Session
+from vllm_commext.proxy.session.transcript import Room
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "requests.md"
 SECTION = DOCS.read_text().split("## In the proxy")[1]

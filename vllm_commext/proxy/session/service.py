@@ -21,11 +21,12 @@ from vllm_commext.proxy.http.endpoints import (
 from vllm_commext.proxy.outcome import no_answer
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.reasons import LocalPrefill, Resume
-from vllm_commext.proxy.session.resume import MAX_MOVES, Room
-from vllm_commext.proxy.session.transcript import Transcript
+from vllm_commext.proxy.session.transcript import Room, Transcript
 from vllm_commext.proxy.session.two_step import checked_body, local_prefill_reason
 from vllm_commext.proxy.session.upstream import Upstream
 
+MAX_MOVES = 3
+"""Streams that move at a time: the more read at once, the longer each pauses."""
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
 
 

@@ -25,13 +25,14 @@ from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.phase import Life, Phase
 from vllm_commext.proxy.session.reasons import AtOnce, LocalPrefill
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.resume import MAX_RESUMES
 from vllm_commext.proxy.session.service import Asked, Service
 from vllm_commext.proxy.session.transcript import Edit, Transcript, unedited
 from vllm_commext.proxy.session.two_step import Stream
 from vllm_commext.proxy.session.upstream import Payload, Prefilled
 
 logger = logging.getLogger("vllm.commext.proxy")
+
+MAX_RESUMES = 4
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ import msgspec
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.http.sse import DONE
 from vllm_commext.proxy.session.reasons import Resume
-from vllm_commext.proxy.session.resume import UNKNOWN, DiffersError, Replay, Room, edited
+from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
 
 ANSWER, PIECES = "answer_token_ids", "answer_pieces"
 _GROWTH_BYTES = 16 << 10
@@ -36,6 +36,8 @@ _PLAIN = {
 }
 """vLLM's text around that of an event in mid-answer; quotes in a text are escaped."""
 _MAX_RAW_BYTES = 4 << 10
+MAX_SHARE = 1 / 16
+"""Of all streams' room, what one may take."""
 _NOTE = b',"commext_resumed":%d}'
 """In an answer's last event: how often it has gone on elsewhere."""
 
@@ -66,6 +68,32 @@ class _Passed(msgspec.Struct):
 Edit = Callable[[bytes], bytes]
 _DECODER = msgspec.json.Decoder(_Event)
 _PASSED = msgspec.json.Decoder(_Passed)
+
+
+class Room:
+    """Bytes kept for all streams, of which one may hold `MAX_SHARE`. Where they would be too many,
+    the stream that holds the most is given up."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left, self._most = max_bytes, int(max_bytes * MAX_SHARE)
+        self._taken: dict[Transcript, int] = {}
+
+    def take(self, holder: "Transcript", num_bytes: int) -> bool:
+        total = self._taken.get(holder, 0) + num_bytes
+        if total > self._most:
+            return False
+        while num_bytes > self._left:
+            others = [one for one in self._taken if one is not holder and not one.is_behind]
+            largest = max(others, key=lambda one: self._taken[one], default=None)
+            if largest is None or self._taken[largest] <= total:
+                return False
+            largest.give_up()
+        self._left -= num_bytes
+        self._taken[holder] = total
+        return True
+
+    def give_back(self, holder: "Transcript") -> None:
+        self._left += self._taken.pop(holder, 0)
 
 
 def unedited(events: bytes) -> bytes:
@@ -146,6 +174,7 @@ class Transcript:
 
     @property
     def is_behind(self) -> bool:
+        """True while it is being repeated, and cannot be given up."""
         return self._replay is not None
 
     def trial(self) -> "Transcript":

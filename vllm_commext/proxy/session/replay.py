@@ -1,47 +1,8 @@
-"""Room for streams that may go on at another decode engine, and the check of what it repeats."""
+"""Compares what another engine repeats of an answer with what the client has. Pure."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-MAX_RESUMES = 4
-MAX_MOVES = 3
-"""Streams that move at a time: the more read at once, the longer each pauses."""
-MAX_SHARE = 1 / 16
-
-
-class Holder(Protocol):
-    """is_behind: it is being repeated, and cannot be given up."""
-
-    @property
-    def is_behind(self) -> bool: ...
-    def give_up(self) -> None: ...
-
-
-class Room:
-    """Bytes kept for all streams, of which one may hold `MAX_SHARE`. Where they would be too many,
-    the stream that holds the most is given up."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left, self._most = max_bytes, int(max_bytes * MAX_SHARE)
-        self._taken: dict[Holder, int] = {}
-
-    def take(self, holder: Holder, num_bytes: int) -> bool:
-        total = self._taken.get(holder, 0) + num_bytes
-        if total > self._most:
-            return False
-        while num_bytes > self._left:
-            others = [one for one in self._taken if one is not holder and not one.is_behind]
-            largest = max(others, key=lambda one: self._taken[one], default=None)
-            if largest is None or self._taken[largest] <= total:
-                return False
-            largest.give_up()
-        self._left -= num_bytes
-        self._taken[holder] = total
-        return True
-
-    def give_back(self, holder: Holder) -> None:
-        self._left += self._taken.pop(holder, 0)
+from typing import Any
 
 
 class DiffersError(Exception):
@@ -55,10 +16,10 @@ class UnknownError(Exception):
 UNKNOWN = (UnknownError, AttributeError, TypeError, OverflowError)
 
 
-Edit = Callable[[str, str], str]
+_Edit = Callable[[str, str], str]
 
 
-def edited(delta: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+def edited(delta: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
     """A chat's delta without its role, each text as *edit* leaves it."""
     kept: dict[str, Any] = {}
     for name, value in delta.items():
@@ -76,7 +37,7 @@ def edited(delta: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
     return kept
 
 
-def _edited_call(call: Mapping[str, Any], edit: Edit) -> dict[str, Any]:
+def _edited_call(call: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
     number, function = call.get("index"), call.get("function") or {}
     kept: dict[str, str] = {}
     for name in ("name", "arguments"):
