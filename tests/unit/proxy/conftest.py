@@ -308,9 +308,14 @@ class Cluster:
             await response.read()
         return response
 
+    async def get(self, path: str, **kwargs: Any) -> Any:
+        """The whole answer, as of `ask`."""
+        async with self.session.get(self.url + path, **kwargs) as response:
+            await response.read()
+        return response
+
     async def metrics(self) -> str:
-        async with self.session.get(self.url + "/metrics") as response:
-            return await response.text()
+        return await (await self.get("/metrics")).text()
 
     async def idle(self) -> None:
         """Nothing of any request may be left, however it ended."""

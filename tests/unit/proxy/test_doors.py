@@ -34,8 +34,8 @@ async def test_a_decode_engine_answers_what_is_no_completion(kit: Any, path: str
 async def test_the_version_is_the_decode_engines(kit: Any) -> None:
     async with kit.cluster() as cluster:
         cluster.decode[0].behave = kit.answering(200, b'{"version": "0.32.0"}')
-        async with cluster.session.get(cluster.url + "/version") as response:
-            assert (response.status, await response.json()) == (200, {"version": "0.32.0"})
+        response = await cluster.get("/version")
+        assert (response.status, await response.json()) == (200, {"version": "0.32.0"})
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/version", "/v1/messages"])
@@ -175,10 +175,8 @@ async def test_a_slash_at_the_end_leads_to_the_route_without_it(kit: Any) -> Non
 
 
 async def test_another_method_is_told_which_are_allowed(kit: Any) -> None:
-    async with (
-        kit.cluster() as cluster,
-        cluster.session.get(f"{cluster.url}/v1/completions") as response,
-    ):
+    async with kit.cluster() as cluster:
+        response = await cluster.get("/v1/completions")
         assert (response.status, response.headers["Allow"]) == (405, "OPTIONS,POST")
         assert (await response.json())["error"]["code"] == 405
 

@@ -2,6 +2,7 @@
 what goes on from an answer, are sent to."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -169,26 +170,38 @@ async def answered(call: Any) -> None:
     await call.answer(200, json.dumps(content).encode())
 
 
+async def num_moved(kit: Any, client: str, roles: str, affinity: bool = True) -> int:
+    """Later turns of 20 conversations that went elsewhere than the first one, in either step."""
+    path, body = CLIENTS[client]
+    wrong = 0
+    counts = (2, 2, 0) if roles == "fixed" else (0, 0, 2)
+    async with kit.cluster(*counts[:2], num_both=counts[2], affinity=affinity) as cluster:
+        for engine in (*cluster.decode, *cluster.both):
+            engine.behave = answered if path != CHAT else kit.both_ok
+        for number in range(20):
+            seen: list[tuple[str | None, str]] = []
+            for turn in range(5):
+                response = await cluster.ask(body(number, 2 * turn + 1), path)
+                assert response.status == 200, await response.text()
+                told = response.headers
+                seen.append((told.get("X-Commext-Prefill"), told["X-Commext-Decode"]))
+            wrong += sum(engines != seen[0] for engines in seen)
+        held = re.findall(r'_affinity_tokens_total{kind="held",.*} (.*)', await cluster.metrics())
+        assert (sum(map(float, held)) > 0) == affinity
+    return wrong
+
+
 @pytest.mark.parametrize("roles", ["fixed", "adaptive"])
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_later_turns_go_to_the_engine_that_has_the_conversation(
     kit: Any, client: str, roles: str
 ) -> None:
     """With its history, or where every turn begins otherwise, with a session's name."""
-    path, body = CLIENTS[client]
-    wrong = 0
-    counts = (1, 2, 0) if roles == "fixed" else (0, 0, 2)
-    async with kit.cluster(*counts[:2], num_both=counts[2]) as cluster:
-        for engine in (*cluster.decode, *cluster.both):
-            engine.behave = answered if path != CHAT else kit.both_ok
-        for number in range(20):
-            seen: list[str] = []
-            for turn in range(5):
-                response = await cluster.ask(body(number, 2 * turn + 1), path)
-                assert response.status == 200, await response.text()
-                seen.append(response.headers["X-Commext-Decode"])
-            wrong += sum(engine != seen[0] for engine in seen)
-    assert wrong == 0
+    assert await num_moved(kit, client, roles) == 0
+
+
+async def test_without_affinity_they_do_not(kit: Any) -> None:
+    assert await num_moved(kit, "chat", "fixed", affinity=False) > 0
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, GENERATE])

@@ -32,13 +32,11 @@ async def test_a_client_needs_a_key_that_engines_never_get(
             async with cluster.post(BODY, headers=headers) as response:
                 assert response.status == 401
                 assert response.headers["WWW-Authenticate"] == "Bearer"
-            async with cluster.session.get(cluster.url + "/v1/models", headers=headers) as response:
-                assert response.status == 401
+            assert (await cluster.get("/v1/models", headers=headers)).status == 401
         assert cluster.prefill[0].calls == []
         assert (await cluster.ask(BODY, headers={"Authorization": "Bearer second"})).status == 200
         for path in ("/live", "/ready", "/health", "/metrics"):
-            async with cluster.session.get(cluster.url + path) as response:
-                assert response.status == 200
+            assert (await cluster.get(path)).status == 200
         for server in (cluster.prefill[0], cluster.decode[0]):
             expected = f"Bearer {engine_key}" if engine_key else None
             assert server.calls[0].headers.get("authorization") == expected

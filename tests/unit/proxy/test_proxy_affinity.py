@@ -13,7 +13,6 @@ from vllm_commext.proxy.engines.affinity import (
     MAX_BLOCKS,
     MIN_WEIGHT,
     NO_PREFIX,
-    SESSION_HEADER,
     Memory,
     Prefix,
     prefix_of,
@@ -146,48 +145,6 @@ def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> Non
         engine.failed_check(fall=1, detail="gone")
     engine.passed_check()
     assert engine.memory.held_tokens(prefix(body)) == 0
-
-
-async def conversations(kit: Any, *, affinity: bool, session: bool) -> list[set[str]]:
-    """For each of six conversations of four turns, begun at the same time in changing order, the
-    prefill and decode engines that saw it."""
-    seen: list[set[str]] = [set() for _ in range(6)]
-
-    async def turn(cluster: Any, number: int, turns: int) -> None:
-        text = f"{number} " * 1000
-        # A client that shows the model the last messages alone has a new beginning each time.
-        parts = [f"{turns} " * 500, text] if session else [text, "more " * 200 * turns]
-        headers = {SESSION_HEADER: f"s{number}"} if session else {}
-        messages = [{"role": "user", "content": part} for part in parts]
-        path = "/v1/chat/completions"
-        async with cluster.post({"messages": messages}, path, headers=headers) as response:
-            await response.read()
-            seen[number] |= {
-                response.headers["X-Commext-Prefill"],
-                response.headers["X-Commext-Decode"],
-            }
-
-    async with kit.cluster(3, 3, affinity=affinity) as cluster:
-        for turns in range(4):
-            order = range(6) if turns % 2 == 0 else reversed(range(6))
-            for number in order:
-                await turn(cluster, number, turns)
-        held = [
-            float(line.split()[-1])
-            for line in (await cluster.metrics()).splitlines()
-            if line.startswith("commext_proxy_affinity_tokens_total{") and "held" in line
-        ]
-        assert (sum(held) > 0) == affinity
-    return seen
-
-
-@pytest.mark.parametrize("session", [False, True])
-async def test_a_conversation_stays_with_its_engines(kit: Any, session: bool) -> None:
-    assert all(len(of) == 2 for of in await conversations(kit, affinity=True, session=session))
-
-
-async def test_without_affinity_it_does_not(kit: Any) -> None:
-    assert any(len(of) > 2 for of in await conversations(kit, affinity=False, session=True))
 
 
 @pytest.mark.parametrize("body", [{"prompt": ""}, {"messages": [None] * 1000}])

@@ -206,8 +206,7 @@ async def test_a_lack_of_descriptors_is_nobodys_fault_but_the_proxys(kit: Any) -
     async with kit.cluster(**options) as cluster:
         await asyncio.sleep(0.2)
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        async with cluster.session.get(cluster.url + "/live") as response:
-            await response.read()
+        await cluster.get("/live")
         filling: list[int] = []
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))

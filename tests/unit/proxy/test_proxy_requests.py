@@ -169,14 +169,12 @@ async def test_a_header_no_engine_could_read_is_refused(kit: Any) -> None:
 
 async def test_models_health_and_unknown_routes(kit: Any) -> None:
     async with kit.cluster(num_prefill=2) as cluster:
-        async with cluster.session.get(cluster.url + "/v1/models") as response:
-            assert (response.status, await response.json()) == (200, {"object": "list", "data": []})
-        async with cluster.session.get(cluster.url + "/health") as response:
-            detail = await response.json()
-            assert (response.status, detail["status"]) == (200, "ok")
-        assert detail == {"status": "ok", "prefill": 2, "decode": 1}, "no engine's address"
-        async with cluster.session.get(cluster.url + "/live") as response:
-            assert response.status == 200
+        response = await cluster.get("/v1/models")
+        assert (response.status, await response.json()) == (200, {"object": "list", "data": []})
+        response = await cluster.get("/health")
+        detail = {"status": "ok", "prefill": 2, "decode": 1}
+        assert (response.status, await response.json()) == (200, detail), "no engine's address"
+        assert (await cluster.get("/live")).status == 200
         async with cluster.session.post(cluster.url + "/v1/unknown") as response:
             assert response.status == 404
         text = await cluster.metrics()
@@ -190,11 +188,7 @@ async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
     async with kit.cluster(num_prefill=3, num_decode=2) as cluster:
         for engine in cluster.decode:
             engine.behave = kit.held(release)
-
-        async def ask() -> int:
-            return (await cluster.ask(TWO_STEP)).status
-
-        asking = [asyncio.ensure_future(ask()) for _ in range(6)]
+        asking = [asyncio.ensure_future(cluster.ask(TWO_STEP)) for _ in range(6)]
         calls = [engine.calls for engine in cluster.decode]
         await kit.until(lambda: sum(map(len, calls)) == 6, "all six to reach decode")
         assert [len(each) for each in calls] == [3, 3]
@@ -202,7 +196,7 @@ async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
             await cluster.metrics()
         )
         release.set()
-        assert await asyncio.gather(*asking) == [200] * 6
+        assert [one.status for one in await asyncio.gather(*asking)] == [200] * 6
         assert [len(engine.calls) for engine in cluster.prefill] == [2, 2, 2]
         count = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 6.0'
         text = await cluster.metrics()
@@ -213,16 +207,14 @@ async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
 async def test_one_request_too_many_is_refused(kit: Any) -> None:
     async with kit.cluster(max_in_flight=1) as cluster:
         cluster.prefill[0].behave = kit.hanging
-        first = asyncio.ensure_future(_ask(cluster))
+        first = asyncio.ensure_future(cluster.ask(TWO_STEP))
         await kit.until(lambda: bool(cluster.prefill[0].calls), "the first request")
         async with cluster.post(TWO_STEP) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             assert json.loads(await response.read())["error"]["type"] == "overloaded"
+        assert (await cluster.get("/v1/models")).status == 503
         first.cancel()
         await cluster.idle()
         cluster.prefill[0].behave = kit.prefill_ok
-        assert await _ask(cluster) == 200
-
-
-async def _ask(cluster: Any) -> int:
-    return (await cluster.ask(TWO_STEP)).status
+        assert (await cluster.ask(TWO_STEP)).status == 200
+        assert (await cluster.get("/v1/models")).status == 200

@@ -395,20 +395,6 @@ async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_an
         assert told.count(b"\r\n0\r\n\r\n") == streams
 
 
-async def test_the_list_of_models_is_under_the_limits(kit: Any) -> None:
-    async with kit.cluster(max_in_flight=1) as cluster:
-        release = asyncio.Event()
-        cluster.prefill[0].behave = kit.held(release, kit.prefill_ok)
-        asking = asyncio.ensure_future(cluster.ask(BODY))
-        await kit.until(lambda: cluster.proxy.num_in_flight == 1, "a request")
-        async with cluster.session.get(cluster.url + "/v1/models") as response:
-            assert response.status == 503
-        release.set()
-        assert (await asking).status == 200
-        async with cluster.session.get(cluster.url + "/v1/models") as response:
-            assert response.status == 200
-
-
 async def test_of_lists_of_models_few_are_asked_for_at_a_time(kit: Any) -> None:
     """Each costs a connection to an engine, which others' requests need too."""
     async with kit.cluster(health_timeout_seconds=1.0) as cluster:
@@ -422,8 +408,7 @@ async def test_of_lists_of_models_few_are_asked_for_at_a_time(kit: Any) -> None:
             await call.answer(200, b"{}")
 
         async def ask() -> int:
-            async with cluster.session.get(cluster.url + "/v1/models") as response:
-                return response.status
+            return (await cluster.get("/v1/models")).status
 
         cluster.decode[0].models = models
         asking = [asyncio.ensure_future(ask()) for _ in range(40)]

@@ -25,7 +25,6 @@ from vllm_commext.proxy.session.two_step import MAX_WAITING
 from vllm_commext.proxy.session.two_step import Stream as OneStream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
-SHORT = {**BODY, "prompt": "short"}
 ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
 SEAL = "5ea1" * 16
 CHANNEL = ("10.0.0.7", 5600, SEAL)
