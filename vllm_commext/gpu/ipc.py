@@ -152,19 +152,16 @@ class IpcBuffer:
             if rank != self.rank:
                 self.peer_ptrs[rank] = open_handle(handle, f"rank {rank}")
 
-    def _close_peers(self) -> None:
-        for rank, address in enumerate(self.peer_ptrs):
-            if rank != self.rank and address:
-                close_handle(address)
-                self.peer_ptrs[rank] = 0
-
     def cleanup(self, seconds: float = 0) -> None:
         """Unmap the peers' memory and free the local one; a second call does nothing.
 
         Args:
             seconds: how long to wait, between the two, for the peers to unmap this rank's memory.
         """
-        self._close_peers()
+        for rank, address in enumerate(self.peer_ptrs):
+            if rank != self.rank and address:
+                close_handle(address)
+                self.peer_ptrs[rank] = 0
         if not self.local_ptr:
             return
         if seconds > 0:

@@ -194,12 +194,6 @@ class StepClasses:
         return zlib.crc32(repr((VERSION, STEP_FORMAT, layout, statuses)).encode())
 
 
-def unpacker(classes: StepClasses) -> Unpacker:
-    """Make a reader's side. It raises ProtocolError for another vLLM's steps, for one that follows
-    a step which this reader has not had, and for damage."""
-    return Unpacker(classes.kinds, classes.statuses, classes.fingerprint, ProtocolError)
-
-
 class _Reducers(dict[Any, Any]):
     """The reducers that pickle asks first: ours, then those that are registered by now."""
 
@@ -301,10 +295,17 @@ class Encoder:
 
 
 class Decoder:
-    """Turns records into objects: `decode`, and the steps of `classes`. Kept between messages."""
+    """Turns records into objects, steps of `classes` among them. Kept between messages.
+
+    ProtocolError for another vLLM's steps, for one that follows a step which this reader has not
+    had, and for damage.
+    """
 
     def __init__(self, classes: StepClasses | None = None) -> None:
-        self._steps = unpacker(classes) if classes is not None else None
+        self.steps = None
+        if classes is not None:
+            layout = classes.kinds, classes.statuses, classes.fingerprint
+            self.steps = Unpacker(*layout, ProtocolError)
 
     def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
         """Make the object of a record from `RingReader.read`. It owns all its memory."""
@@ -319,12 +320,9 @@ class Decoder:
             head, *buffers = record
             if head[0] != STEP:
                 return build(bytes(head), buffers[0])
-        if self._steps is None:
+        if self.steps is None:
             raise ProtocolError("got a step field by field: expected the same vLLM at both ends")
-        return self._steps.unpack(bytes(head), lambda rest: pickle.loads(rest, buffers=buffers))
-
-
-decode = Decoder().decode  # of what was sent without steps
+        return self.steps.unpack(bytes(head), lambda rest: pickle.loads(rest, buffers=buffers))
 
 
 def _behind(prefix: bytes, record: Record) -> Record:

@@ -109,13 +109,10 @@ def reduce_tensor(tensor: "torch.Tensor") -> Any:
         words = (shape, dtype, strides)
         count = 1 + sum(stride * (n - 1) for stride, n in zip(strides, shape, strict=True))
     _check_stored(tensor, count * tensor.itemsize, tensor.itemsize)
-    return rebuild_tensor, (pickle.PickleBuffer(_flat_bytes(tensor, count)), *words)
-
-
-def _flat_bytes(tensor: "torch.Tensor", count: int) -> Any:
     import torch
 
-    return tensor.as_strided((count,), (1,)).view(torch.uint8).numpy()
+    flat: Any = tensor.as_strided((count,), (1,)).view(torch.uint8).numpy()
+    return rebuild_tensor, (pickle.PickleBuffer(flat), *words)
 
 
 def rebuild_tensor(

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.shm import codec
-from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, MEMO_BYTES, Encoder, decode
+from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, MEMO_BYTES, Decoder, Encoder
 
 
 def decoded(record: Any) -> Any:
-    if isinstance(record, bytes):
-        return decode(record)
-    return decode([one if isinstance(one, bytes) else bytearray(memoryview(one)) for one in record])
+    if not isinstance(record, bytes):
+        record = [one if isinstance(one, bytes) else bytearray(memoryview(one)) for one in record]
+    return Decoder().decode(record)
 
 
 def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:

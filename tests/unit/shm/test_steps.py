@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.kit.examples import examples
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm._shm_ring import Packer
-from vllm_commext.shm.codec import MARK, Decoder, Encoder, StepClasses, unpacker
+from vllm_commext.shm.codec import MARK, Decoder, Encoder, StepClasses
 
 
 class Status(Enum):
@@ -310,7 +310,7 @@ def refuse(_: bytes) -> Any:
 @given(st.data())
 def test_damage_is_an_error_or_another_message(data: st.DataObject) -> None:
     """And never a crash, or a reader that cannot go on."""
-    source, encoder, decoder = StepSource(), Encoder(CLASSES), unpacker(CLASSES)
+    source, encoder, decoder = StepSource(), Encoder(CLASSES), Decoder(CLASSES).steps
     for ended, n_new in (([], 5), ([1], 1), ([2, 3], 0)):
         record: Any = encoder.encode(source.turn(ended, n_new)[0])
         if data.draw(st.booleans()):
