@@ -43,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         "--requests",
         type=int,
         default=32,
-        metavar="N",
         help="prompts sent one at a time, and as many again at once; default: %(default)s",
     )
     parser.add_argument(
@@ -52,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder",
         type=Path,
-        metavar="DIR",
         help="for the model and the servers' logs; default: a temporary one, kept on failure",
     )
     return parser

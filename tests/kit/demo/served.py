@@ -2,7 +2,6 @@
 engine is killed and another one drained while each gives a long answer."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -58,6 +57,7 @@ class ServeScenario(Scenario):
             self.show_death(served)
             self.show_drain(served)
             if self.options.show:
+                print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
                 self.keep([served])
             self.say("SIGTERM: it drains and ends")
             self.claims.append(served.claim_end())
@@ -66,12 +66,11 @@ class ServeScenario(Scenario):
 
     def serve(self) -> "Served":
         self.say("starting two engines and the proxy by `vllm-commext serve`")
-        port = free_port()
+        port, folder = free_port(), self.options.folder
         command = [sys.executable, "-m", "vllm_commext", "serve", str(self.model)]
-        command += ["--engines", "2", "--port", str(port), "--logs", str(self.options.folder)]
-        command += ["--", *cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME]
-        folder = self.options.folder
-        return Served("serve", [*command, *self.args], folder, port=port, environ=CPU_ENVIRON)
+        command += ["--engines", "2", "--port", str(port), "--logs", str(folder), "--"]
+        command += [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME, *self.args]
+        return Served("serve", command, folder, port=port, environ=CPU_ENVIRON)
 
     def claim_equal(self, expected: Sequence[Answer], got: Sequence[Answer]) -> None:
         equal = 0
@@ -86,7 +85,10 @@ class ServeScenario(Scenario):
         self.say(f"an answer of {LONG_TOKENS} tokens; its engine is killed meanwhile")
         name = self.go_on("resumes", "is killed", served, served.kill)
         began = time.monotonic()
-        is_back = served.wait_until_healthy(name)
+        while not (is_back := served.engine(name)["healthy"]):
+            if time.monotonic() > began + BACK_SECONDS:
+                break
+            time.sleep(0.2)
         detail = f"{name}, after {time.monotonic() - began:.0f} s more"
         self.claims.append(Claim("the engine comes back by itself", is_back, detail))
 
@@ -115,15 +117,18 @@ class ServeScenario(Scenario):
 class Served(Server):
     """`vllm-commext serve` with its admin port."""
 
+    @property
+    def window(self) -> str:
+        return self.log_text().partition(WINDOW)[2].split()[0]
+
     def admin(self, path: str, name: str = "") -> Any:
         """Ask the admin port, about the engine of that name."""
-        found = re.search(rf"{WINDOW} (\S+)/#(\S+)", self.log_text())
-        assert found is not None, self.log_text()
-        options: dict[str, Any] = {"headers": {"Authorization": f"Bearer {found[2]}"}}
-        if not name:
-            return httpx.get(f"{found[1]}/{path}", **options).raise_for_status().json()
-        options["json"] = {"url": self.engine(name)["url"]}
-        return httpx.post(f"{found[1]}/{path}", **options).raise_for_status().json()
+        url, _, token = self.window.partition("#")
+        options: dict[str, Any] = {"headers": {"Authorization": f"Bearer {token}"}}
+        if name:
+            options["json"] = {"url": self.engine(name)["url"]}
+        method = "POST" if name else "GET"
+        return httpx.request(method, url + path, **options).raise_for_status().json()
 
     def engine(self, name: str) -> Any:
         return next(one for one in self.admin("engines")["engines"] if one["name"] == name)
@@ -134,12 +139,6 @@ class Served(Server):
             with suppress(OSError):
                 if f"\0--port\0{port}\0" in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
-
-    def wait_until_healthy(self, name: str) -> bool:
-        deadline = time.monotonic() + BACK_SECONDS
-        while not self.engine(name)["healthy"] and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return self.engine(name)["healthy"]
 
     def claim_end(self) -> Claim:
         """End it by SIGTERM, and look at what is left."""
