@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
+from prometheus_client import Counter
+
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import ProxyError
@@ -41,11 +43,10 @@ Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
 
 
 class Releases:
-    """*post* sends a completion, *note* counts keys by outcome."""
+    """*post* sends a completion, *counted* counts keys by outcome."""
 
-    def __init__(self, post: Post, note: Callable[[str, int], None]) -> None:
-        self._post = post
-        self._note = note
+    def __init__(self, post: Post, counted: Counter) -> None:
+        self._post, self._counted = post, counted
         self._waiting: dict[Key, list[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -89,8 +90,8 @@ class Releases:
         try:
             await self._post(target.engine, headers, body)
         except ProxyError as error:
-            self._note("failed", len(keys))
+            self._counted.labels("failed").inc(len(keys))
             text = "%s may keep %d prefills that nobody reads until their leases end: %s"
             logger.warning(text, target.engine.name, len(keys), error)
         else:
-            self._note("sent", len(keys))
+            self._counted.labels("sent").inc(len(keys))

@@ -159,10 +159,7 @@ class Upstream:
     metrics: ProxyMetrics
 
     def __post_init__(self) -> None:
-        def note(outcome: str, num_keys: int) -> None:
-            self.metrics.releases.labels(outcome).inc(num_keys)
-
-        self.releases = Releases(self._post_release, note)
+        self.releases = Releases(self._post_release, self.metrics.releases)
         bound = self.config.health_timeout_seconds
         self._timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
