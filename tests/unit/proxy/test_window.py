@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,24 @@ class Admin:
     def __init__(self, cluster: Any, url: str) -> None:
         self._session, self.url = cluster.session, url
 
-    async def state(self) -> Any:
-        async with self._session.get(f"{self.url}/state", headers=BEARER) as response:
-            assert response.status == 200
-            return await response.json()
+    async def state(self, holds: Callable[[Any], object]) -> Any:
+        """The state once it is as expected; the window looks once a second."""
+        async with asyncio.timeout(60):
+            while True:
+                async with self._session.get(f"{self.url}/state", headers=BEARER) as response:
+                    assert response.status == 200
+                    if holds(state := await response.json()):
+                        return state
+                await asyncio.sleep(0.1)
+
+
+def states(state: Any) -> list[str]:
+    return [engine["state"] for engine in state["engines"]]
+
+
+def placed(state: Any) -> int:
+    columns, minute = state["history"]["columns"], state["minute"]
+    return sum(minute[columns.index(name)] for name in ("local", "handed_over", "least_work"))
 
 
 async def window_of(cluster: Any) -> Admin:
@@ -128,8 +143,7 @@ async def test_the_state_has_requests_engines_and_placements_and_no_text(
         for _ in range(3):
             answer = await cluster.ask(body, headers={"X-Request-Id": HOSTILE})
             assert answer.status == 200
-        await asyncio.sleep(1.1)
-        state = await admin.state()
+        state = await admin.state(lambda state: len(state["latest"]) == 3 and placed(state) == 3)
         one = state["latest"][0]
         assert (one["id"], one["kind"]) == (HOSTILE, "ok")
         assert 1 <= one["tokens"] <= 5, "those that come with the first one count as one"
@@ -140,8 +154,6 @@ async def test_the_state_has_requests_engines_and_placements_and_no_text(
         assert {way[0] for way in one["ways"]} == {"local", "handed_over"}, "both ways' times"
         columns, minute = state["history"]["columns"], state["minute"]
         assert minute[columns.index("in_time")] == 1
-        placed = [minute[columns.index(name)] for name in ("local", "handed_over", "least_work")]
-        assert sum(placed) == 3
         assert {engine["state"] for engine in state["engines"]} == {"ready"}
         assert all(engine["speed"] is None or engine["speed"] > 0 for engine in state["engines"])
         assert "secret" not in json.dumps(state)
@@ -155,15 +167,12 @@ async def test_an_engine_that_goes_and_comes_back_is_told_with_its_error(
         engines = cluster.proxy.registry.engines
         await cluster.both[0].stop()
         await kit.until(lambda: not engines[0].healthy, "the engine to be down")
-        await asyncio.sleep(1.1)
-        gone, other = (await admin.state())["engines"]
-        assert (gone["state"], other["state"]) == ("down", "ready")
+        state = await admin.state(lambda state: states(state) == ["down", "ready"])
+        gone = state["engines"][0]
         assert "/health failed" in gone["error"]
         await cluster.both[0].start()
         await kit.until(lambda: engines[0].healthy, "the engine to be back")
-        await asyncio.sleep(1.1)
-        state = await admin.state()
-        assert state["engines"][0]["state"] == "ready"
+        state = await admin.state(lambda state: states(state) == ["ready", "ready"])
         told = [event[2].partition(":")[0] for event in state["events"] if event[1] == "engine0"]
         assert told == ["ready", "down", "ready"]
 

@@ -15,6 +15,7 @@ from tests.unit.proxy.test_window import HOSTILE, TOKEN, stream_both, window_of
 playwright = pytest.importorskip(
     "playwright.async_api", reason="no playwright: pip install playwright brings it"
 )
+playwright.expect.set_options(timeout=30_000)
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium: apt-get install chromium brings it"
