@@ -99,7 +99,7 @@ bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build
 	$(BIN)/python benchmarks/serve.py --quick --out $(BENCH_OUT)/serve
 
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
-	COMMEXT_TEST_LONG=1 $(PYTEST) tests/chaos -m long
+	COMMEXT_TEST_LONG=1 COMMEXT_INTERRUPTS=200 $(PYTEST) tests/chaos -m long
 	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --out $(CHAOS_OUT)
 
