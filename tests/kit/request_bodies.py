@@ -4,7 +4,17 @@ import json
 from collections.abc import Generator, Mapping
 from typing import Any
 
+from hypothesis import strategies as st
+
 from vllm_commext.proxy.http.body import members_of
+
+awkward = st.text(alphabet='a"\\\n\0{[,:]}é\u2028\U0001f600', max_size=40)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | awkward,
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(awkward, inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
 
 
 def run(taking_apart: Generator[None, None, Any]) -> tuple[Any, int]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.request_bodies import arrived, run
+from tests.kit.request_bodies import arrived, awkward, json_values, run
 from vllm_commext.proxy.http import body as body_module
 from vllm_commext.proxy.http.body import (
     RawJson,
@@ -22,14 +22,7 @@ from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.reasons import LocalPrefill
 
-awkward = st.text(alphabet='a"\\\n{[,:]}é\U0001f600', max_size=40)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | awkward,
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(awkward, inner, max_size=4),
-    max_leaves=20,
-)  # fmt: skip
-objects = st.dictionaries(awkward, values, max_size=5)
+objects = st.dictionaries(awkward, json_values, max_size=5)
 
 
 @pytest.fixture

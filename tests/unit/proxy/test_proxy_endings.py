@@ -13,6 +13,11 @@ from vllm_commext.proxy.session.transcript import Transcript
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
+CONTENT = json.dumps(STREAM).encode()
+RAW_STREAM = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(CONTENT) + CONTENT
+)
 EVENT = b'data: {"n": 1}\n\n'
 
 
@@ -104,11 +109,7 @@ async def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(ki
         cluster.decode[0].behave = flood
         host, port = cluster.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-        content = json.dumps(STREAM).encode()
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(content) + content
-        )
+        writer.write(RAW_STREAM)
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
         await cluster.idle()
         assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
@@ -151,14 +152,11 @@ async def test_what_clients_do_not_read_stays_with_their_engines(
     async with kit.cluster() as cluster:
         cluster.decode[0].behave = flood
         host, port = cluster.url.removeprefix("http://").split(":")
-        ticking, content = asyncio.ensure_future(tick()), json.dumps(STREAM).encode()
+        ticking = asyncio.ensure_future(tick())
         writers = []
         for _ in sent:
             _, writer = await asyncio.open_connection(host, int(port), limit=1)
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(content) + content
-            )
+            writer.write(RAW_STREAM)
             writers.append(writer)
         before = [0]
         while sent != before:

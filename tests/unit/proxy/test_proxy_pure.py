@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit.request_bodies import arrived, run
+from tests.kit.request_bodies import arrived, awkward, json_values, run
 from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
@@ -20,17 +20,6 @@ from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.reasons import LocalPrefill
 
 quick = settings(max_examples=50)
-# A small alphabet of awkward characters: building the table of all of Unicode takes seconds.
-texts = st.text(alphabet='a"\\\n\0é\u2028\U0001f600', max_size=4)
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=5,
-)
 FIELDS = (
     "max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options", "stop",
     "stop_token_ids", "n", "logprobs", "temperature", "seed", "ignore_eos", "anything",
@@ -80,7 +69,7 @@ def test_an_engine_that_takes_keys_is_asked_what_the_client_asks(body: dict[str,
 
 
 @quick
-@given(bodies, st.dictionaries(texts, json_values, max_size=4))
+@given(bodies, st.dictionaries(awkward, json_values, max_size=4))
 def test_decode_step_is_the_clients_request_and_the_unchanged_parameters(
     body: dict[str, Any], params: dict[str, Any]
 ) -> None:
@@ -271,9 +260,14 @@ def test_configuration_refuses_what_cannot_work(values: dict[str, Any], message:
         ProxyConfig(**{"prefill": P, "decode": D, **values})
 
 
-def test_command_line_reaches_the_configuration() -> None:
-    parser = argparse.ArgumentParser()
-    proxy_cli.add_arguments(parser)
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    proxy_cli.add_arguments(made)
+    return made
+
+
+def test_command_line_reaches_the_configuration(parser: argparse.ArgumentParser) -> None:
     engines = ["--prefill", "http://h:1/", "--prefill", "http://[::1]:2/base/"]
     engines += ["--decode", "http://h:3"]
     options = ["--port", "0", "--decode-timeout", "7.5", "--max-in-flight", "3"]
@@ -286,9 +280,9 @@ def test_command_line_reaches_the_configuration() -> None:
     assert config.health_timeout_seconds == ProxyConfig.health_timeout_seconds
 
 
-def test_wrong_options_end_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    proxy_cli.add_arguments(parser)
+def test_wrong_options_end_with_status_2_and_one_line(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert proxy_cli.run(parser.parse_args(["--decode", "http://h:3"])) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
@@ -298,10 +292,8 @@ def test_wrong_options_end_with_status_2_and_one_line(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("flag", proxy_cli.GONE)
 @pytest.mark.parametrize("value", [[], ["4"]])
 def test_an_option_that_is_gone_ends_the_command_with_what_to_use(
-    flag: str, value: list[str], capsys: pytest.CaptureFixture[str]
+    parser: argparse.ArgumentParser, flag: str, value: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    proxy_cli.add_arguments(parser)
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--port", "1", flag, *value])
     typed = " ".join([flag, *value])

@@ -30,10 +30,6 @@ MAX_LINES = 1024
 _WANTED = re.compile(rb"^(?:%s)\{.*" % "|".join(PAGE_NAMES).encode(), re.MULTILINE)
 
 
-class _LackError(Exception):
-    """The proxy lacks descriptors or memory to ask."""
-
-
 class HealthMonitor:
     def __init__(
         self,
@@ -100,7 +96,7 @@ class HealthMonitor:
         was_healthy = engine.healthy
         try:
             status, drains, failure = await self._ask(engine)
-        except _LackError as error:  # nothing is known of the engine
+        except OSError as error:  # nothing is known of the engine
             complaints.warning("descriptors", f"{engine.name} could not be checked: {error}")
             return True
         if drains:
@@ -152,7 +148,7 @@ class HealthMonitor:
             return None, False, f"/health did not answer within {seconds} s"
         except (aiohttp.ClientError, OSError) as error:
             if lacked := lack(error):
-                raise _LackError(lacked) from error
+                raise OSError(lacked) from error
             return None, False, f"/health failed: {reason_of(error)}"
 
 

@@ -1,6 +1,6 @@
 """Prompts that wait for an engine's turn, and which goes first. Pure: every time is an argument."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappush, heappushpop
 
@@ -22,7 +22,7 @@ class Waiting:
         return self.since + PATIENCE * self.seconds
 
 
-class Queue:
+class Queue(dict[Waiting, None]):
     """Prompts that wait, so that the most begin within *limit* seconds (0: none).
 
     With a limit they go as they came, but the longest are put off when not all can be in time. If
@@ -32,29 +32,23 @@ class Queue:
     """
 
     def __init__(self, limit: float) -> None:
+        super().__init__()
         self._limit = limit
-        self._waiting: dict[Waiting, None] = {}
         self._seconds: float | None = 0.0
         self._spared = 0.0
         """Seconds of the engine that those that were put off have left to others."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting)
-
     def add(self, prompt: Waiting) -> None:
-        self._waiting[prompt], self._seconds = None, None
+        self[prompt], self._seconds = None, None
 
     def remove(self, prompt: Waiting) -> None:
-        del self._waiting[prompt]
+        del self[prompt]
         self._seconds = None
 
     @property
     def seconds(self) -> float:
         if self._seconds is None:
-            self._seconds = sum([one.seconds for one in self._waiting])
+            self._seconds = sum([one.seconds for one in self])
         return self._seconds
 
     def next(self, among: Sequence[Waiting], now: float) -> Waiting:
@@ -77,16 +71,16 @@ class Queue:
     def ahead(self, seconds: float, now: float, start: float) -> tuple[float, int]:
         """Seconds of those that go before a new prompt of *seconds*, if the next goes at *start*,
         and how many of them will be late by it."""
-        if not self._waiting:
+        if not self:
             return 0.0, 0
         if not self._limit:
             due = now + PATIENCE * seconds
-            return sum([one.seconds for one in self._waiting if one.due <= due]), 0
-        kept, put_off = in_time([*self._waiting, Waiting(now, seconds)], start, self._limit)
-        if put_off == len(self._waiting):
+            return sum([one.seconds for one in self if one.due <= due]), 0
+        kept, put_off = in_time([*self, Waiting(now, seconds)], start, self._limit)
+        if put_off == len(self):
             return self.seconds, 0
         before = sum(kept) - seconds
-        if self._is_overdue(next(iter(self._waiting)), start):
+        if self._is_overdue(next(iter(self)), start):
             before *= 1.0 + SPARED
         return before, int(put_off >= 0)
 
