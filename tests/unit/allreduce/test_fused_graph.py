@@ -41,18 +41,12 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return x * 2 if group == OURS else x * 3
 
 
-def _norm(x: Tensor, weight: Tensor | None, eps: float, width: int | None = None) -> Tensor:
-    del width
-    weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
-    return fused_op.steps(Operands(_shape(x, weight, False), x.clone(), None, weight, eps)).out
-
-
 def _add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, width: int | None = None
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, _: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    del width
     weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) if weight is None else weight
-    found = fused_op.steps(Operands(_shape(x, weight, True), x, residual, weight, eps))
+    shape = _shape(x, weight, residual is not None)
+    found = fused_op.steps(Operands(shape, x.clone(), residual, weight, eps))
     return found.out, found.residual
 
 
@@ -69,7 +63,7 @@ _library.define("quantise(Tensor x) -> Tensor")
 _library.define("quantise_into(Tensor(a!) out, Tensor x) -> ()")
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
-    "norm": _norm,
+    "norm": lambda x, *more: _add_norm(x, None, *more)[0],
     "add_norm": _add_norm,
     "quantise": lambda x: x.round(),
     "quantise_into": _quantise_into,

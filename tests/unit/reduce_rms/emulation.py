@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
 from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.kernel import PROGRAM, Failure, Shape, Tiling, make_arguments
+from vllm_commext.reduce_rms.ops import _arguments
 
 EPS = 1e-6
 EMPTY = kernel.SENTINEL_BITS << 32 | kernel.SENTINEL_BITS
@@ -63,29 +66,22 @@ class Call:
         ranks: Ranks,
         rank: int,
     ) -> None:
-        q_size, k_size = q_weight.numel(), k_weight.numel()
-        tokens = rows.shape[0]
         self.rows, self.q_weight, self.k_weight = rows, q_weight, k_weight
-        self.q = torch.full((tokens, q_size), 777.0, dtype=rows.dtype)
-        self.k = torch.full((tokens, k_size), 777.0, dtype=rows.dtype)
-        self.arguments = make_arguments(
-            q=rows.data_ptr(),
-            k=rows.data_ptr() + q_size * rows.element_size(),
-            q_weight=q_weight.data_ptr(),
-            k_weight=k_weight.data_ptr(),
-            q_out=self.q.data_ptr(),
-            k_out=self.k.data_ptr(),
-            workspace=ranks.words[rank].ctypes.data,
-            states=ranks.states[rank].ctypes.data,
-            rank=rank,
-            q_stride=rows.stride(0),
-            k_stride=rows.stride(0),
-            timeout_ns=ranks.timeout_ns,
-            num_tokens=tokens,
-            q_scale=1.0 / (q_size * ranks.world_size),
-            k_scale=1.0 / (max(k_size, 1) * ranks.world_size),
-            eps=EPS,
+        weights = (q_weight, k_weight)[: 1 + (len(k_weight) > 0)]
+        self.q, self.k = (
+            torch.full((len(rows), len(weight)), 777.0, dtype=rows.dtype)
+            for weight in (q_weight, k_weight)
         )
+        workspace: Any = SimpleNamespace(
+            world_size=ranks.world_size,
+            rank=rank,
+            words_ptr=ranks.words[rank].ctypes.data,
+            states_ptr=ranks.states[rank].ctypes.data,
+            timeout_ns=ranks.timeout_ns,
+        )
+        parts = rows.split([*map(len, weights), rows.shape[1] - sum(map(len, weights))], 1)
+        outs = (self.q, self.k)[: len(weights)]
+        self.arguments = _arguments(workspace, parts[: len(weights)], weights, outs, EPS)
 
 
 def run(
