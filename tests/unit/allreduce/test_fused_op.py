@@ -111,14 +111,12 @@ class Backend:
     def __init__(self, problem: str = "") -> None:
         self.problem, self.prepared, self.runs = problem, 0, 0
 
-    def prepare(self, shape: FusedShape) -> None:
-        del shape
+    def prepare(self, _: FusedShape) -> None:
         self.prepared += 1
         if self.problem:
             raise UnsupportedError(self.problem)
 
-    def takes(self, shape: FusedShape, num_rows: int) -> bool:
-        del shape
+    def takes(self, _: FusedShape, num_rows: int) -> bool:
         return num_rows < 7
 
     def run(self, given: Operands) -> fused.Outputs:
@@ -163,14 +161,10 @@ class Launches:
     def prepare(self, shape: FusedShape, wanted: object) -> None:
         assert wanted == forms(shape, 2)
 
-    def most_rows(self, shape: FusedShape, form: Form) -> int:
-        del form
+    def most_rows(self, shape: FusedShape, _: Form) -> int:
         return 4 if shape.hidden == HIDDEN else 0
 
-    def run(
-        self, form: Form, given: Operands, outputs: fused.Outputs | None = None
-    ) -> fused.Outputs:
-        del form
+    def run(self, _: Form, given: Operands, outputs: fused.Outputs | None = None) -> fused.Outputs:
         x = given.x
         assert given.next_weight is None or outputs is None
         assert 0 < len(x) <= 4
@@ -221,8 +215,7 @@ class Function:
     def __init__(self, shape: FusedShape, form: Form, rank: int) -> None:
         self._loaded, self._rank = library(shape, form, 2), rank
 
-    def launch(self, arguments: ctypes.Structure, blocks: int, stream: int) -> None:
-        del stream
+    def launch(self, arguments: ctypes.Structure, blocks: int, _: int) -> None:
         counts = (ctypes.c_uint32 * 1)(blocks)
         self._loaded.run_calls(ctypes.byref(arguments), counts, 1, 2, self._rank, self._rank)
 

@@ -69,8 +69,7 @@ class Runtime:
             del self.memory[address]
         return (OK,)
 
-    def cudaMemcpy(self, to: int, source: int, size: int, kind: int) -> tuple[int]:  # noqa: N802
-        del kind
+    def cudaMemcpy(self, to: int, source: int, size: int, _: int) -> tuple[int]:  # noqa: N802
         ctypes.memmove(to, source, size)
         return (OK,)
 
@@ -82,8 +81,7 @@ class Runtime:
         ctypes.c_uint64.from_buffer(handle.raw).value = address
         return OK, handle
 
-    def cudaIpcOpenMemHandle(self, handle: Handle, flags: int) -> tuple[int, int]:  # noqa: N802
-        del flags
+    def cudaIpcOpenMemHandle(self, handle: Handle, _: int) -> tuple[int, int]:  # noqa: N802
         if self.refuse_mapping:
             return NOT_PERMITTED, 0
         with self.lock:
@@ -111,8 +109,7 @@ class Group:
     def __init__(self, world_size: int) -> None:
         self.world_size, self._here = world_size, threading.local()
 
-    def over(self, group: Any) -> Collective:
-        del group
+    def over(self, _: Any) -> Collective:
         return Collective(self._here.rank, self.world_size, self._here.swap)
 
     def run(self, rank_body: Callable[[int], Any]) -> list[Any]:
@@ -147,8 +144,7 @@ class HostKernel:
     def __init__(self, loaded: ctypes.CDLL, block_teams: int, launches: list[int]) -> None:
         self.loaded, self.block_teams, self.launches = loaded, block_teams, launches
 
-    def launch(self, arguments: ctypes.Structure, stream: int) -> None:
-        del stream
+    def launch(self, arguments: ctypes.Structure, _: int) -> None:
         self.launches.append(arguments.num_tokens)
         blocks = -(-arguments.num_tokens // self.block_teams)
         run_calls(self.loaded, ctypes.byref(arguments), [blocks], 2, seed=0)

@@ -64,10 +64,10 @@ def test_a_second_call_takes_what_is_on_disk(cache: Path, compilations: list[int
     assert len(list(cache.glob("*.cubin"))) == 3
 
 
+@pytest.mark.usefixtures("compilations")
 def test_another_compiler_or_another_source_is_another_entry(
-    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    del compilations
     macros = kernel.macros(MINIMAX, Tiling(1))
     before = PROGRAM.cache_key(macros, 90)
     monkeypatch.setattr(launch, "nvrtc_version", lambda: "13.1")
