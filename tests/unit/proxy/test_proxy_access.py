@@ -71,7 +71,6 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
-    from vllm_commext.proxy.config import ProxyConfig
     from vllm_commext.proxy.http.access import server_tls
     from vllm_commext.proxy.server import connections_of, open_port
 
@@ -80,8 +79,9 @@ async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> No
     options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     async with kit.cluster(**options) as inner:
         config = inner.proxy.config
-        tls = server_tls(ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",), **options))
-        port = await open_port(inner.runner, connections_of(config), "127.0.0.1", 0, tls)
+        port = await open_port(
+            inner.runner, connections_of(config), "127.0.0.1", 0, server_tls(config)
+        )
         url = f"https://127.0.0.1:{port.sockets[0].getsockname()[1]}"
         async with inner.session.post(url + "/v1/completions", json=BODY, ssl=context) as response:
             assert response.status == 200

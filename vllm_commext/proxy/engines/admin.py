@@ -18,8 +18,6 @@ from vllm_commext.proxy.outcome import ProxyError, bad_request
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600
 POLL_SECONDS = 0.1
-
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -50,7 +48,10 @@ class AdminApp:
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path != "/" and not bears_one_of([self._token], request):
             raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <admin token>")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConfigError as error:
+            raise bad_request(str(error)) from error
 
     async def _show(self, _: web.Request) -> web.Response:
         return self._shown()
@@ -98,10 +99,7 @@ class AdminApp:
         return self._change(self._places, self._drained - {url})
 
     def _change(self, places: frozenset[EngineEndpoint], drained: frozenset[str]) -> web.Response:
-        try:
-            self._registry.name(ADMIN, sorted(places))
-        except ConfigError as error:
-            raise bad_request(str(error)) from error
+        self._registry.name(ADMIN, sorted(places))
         self._registry.drain(drained)
         self._places, self._drained = places, drained
         return self._shown()
@@ -114,7 +112,4 @@ async def _fields(request: web.Request, *names: str) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(n), str) for n in names):
         raise bad_request(f"expected a JSON object with the strings {', '.join(names)}")
-    try:
-        return {**content, "url": engine_url("url", content["url"])}
-    except ConfigError as error:
-        raise bad_request(str(error)) from error
+    return {**content, "url": engine_url("url", content["url"])}

@@ -69,20 +69,19 @@ def _digest(*parts: bytes | memoryview) -> bytes:
     return found.digest()
 
 
-class _Recent:
+class _Recent(OrderedDict[bytes, float]):
     """The latest keys, up to a sum of weights. None weighs less than ``MIN_WEIGHT``."""
 
     def __init__(self, max_weight: float) -> None:
-        self._max_weight = max_weight
-        self.weights: OrderedDict[bytes, float] = OrderedDict()
-        self._sum = 0.0
+        super().__init__()
+        self._max_weight, self._sum = max_weight, 0.0
 
     def put(self, key: bytes, weight: float) -> None:
         weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
-        self._sum += weight - self.weights.pop(key, 0.0)
-        self.weights[key] = weight
-        while self._sum > self._max_weight and self.weights:
-            self._sum -= self.weights.popitem(last=False)[1]
+        self._sum += weight - self.pop(key, 0.0)
+        self[key] = weight
+        while self._sum > self._max_weight and self:
+            self._sum -= self.popitem(last=False)[1]
 
 
 class Latest(OrderedDict[K, V]):
@@ -105,13 +104,12 @@ class Memory:
     def held_tokens(self, prefix: Prefix) -> int:
         """Estimate the prompt's first tokens that the engine holds; the last is always computed."""
         held = 0.0
-        known = self._blocks.weights
         for block in prefix.blocks:
-            if block not in known:
+            if block not in self._blocks:
                 break
             held += prefix.tokens_a_block
         if prefix.session:
-            held = max(held, self._sessions.weights.get(prefix.session, 0.0))
+            held = max(held, self._sessions.get(prefix.session, 0.0))
         return max(0, min(int(held), prefix.tokens - 1)) if held else 0
 
     def note(self, prefix: Prefix) -> None:
@@ -122,7 +120,7 @@ class Memory:
             self._sessions.put(prefix.session, float(prefix.tokens))
 
     def __len__(self) -> int:
-        return len(self._blocks.weights) + len(self._sessions.weights)
+        return len(self._blocks) + len(self._sessions)
 
     def clear(self) -> None:
         self._blocks = _Recent(self._max_tokens)
