@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -162,7 +162,7 @@ class ProxyApp:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         outcome = Outcome(_request_id(request))
-        with self._counted(request, outcome), Intake(self.budget, self.config) as intake:
+        with self._counted(request, outcome), closing(Intake(self.budget, self.config)) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             if self.trace is not None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Any
 
 from aiohttp import web
@@ -40,24 +39,13 @@ class BodyBudget:
 
 
 class Intake:
-    """One request's body, and its share of the budget until `release`."""
+    """One request's body, and its share of the budget until `close`."""
 
     def __init__(self, budget: BodyBudget, config: ProxyConfig) -> None:
         self._budget = budget
         self._config = config
         self.num_bytes = 0
         self.body: Any = None
-
-    def __enter__(self) -> "Intake":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
     async def read(self, request: web.Request) -> None:
         """Read and parse the body. Raises `ProxyError`."""
@@ -82,7 +70,7 @@ class Intake:
         except (ValueError, RecursionError) as error:
             raise bad_request(f"the body is not valid JSON: {error}") from error
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._budget.give_back(self.num_bytes)
         self.num_bytes, self.body = 0, None
 

@@ -118,7 +118,7 @@ class Session:
                 opened = self._opened = await self._steps.open()
                 await self._asked.forget(self._transcript, intake.num_bytes)
             finally:
-                intake.release()
+                intake.close()
             return await self._answer(request, opened)
         finally:
             self.life.enter(Phase.DONE)
