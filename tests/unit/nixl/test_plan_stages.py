@@ -107,15 +107,6 @@ def test_a_read_from_another_stages_memory_is_noticed() -> None:
     assert len(faults(case, dealt, dealt, shift=1)) == 6
 
 
-def test_stages_with_no_layer_in_common_read_nothing() -> None:
-    case = named_case("eight heads", (1, 1), alike=True)
-    dealt = cut(names_of(case.prefill), [2])
-    local = described(case.decode, dealt, 0, 0, LOCAL_ADDRESS)
-    remote = described(case.prefill, dealt, 1, 0, REMOTE_ADDRESS)
-    plan = plan_read(local, remote, local_device=0, remote_device=0)
-    assert (plan.sections, len(plan.local_rows), len(plan.remote_rows)) == ((), 0, 0)
-
-
 def test_engines_of_different_layers_are_refused() -> None:
     """Each stage alone has what it should; together, one engine has a layer less."""
     case = named_case("eight heads", (1, 1), alike=True)
