@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
@@ -56,7 +56,7 @@ class KeepAlive:
         agent: NixlAgent,
         consumer: str,
         peers: PeerTable,
-        used_at: Callable[[PeerKey], list[str]],
+        used_at: Callable[[PeerKey], Iterator[str]],
     ) -> None:
         self._agent = agent
         self._consumer = short_id(consumer)
@@ -79,13 +79,14 @@ class KeepAlive:
         now = time.monotonic()
         for key in [key for key, when in self._next.items() if self.is_on and when <= now]:
             names = self._used_at(key)
-            if not names:
+            first = next(names, None)
+            if first is None:
                 del self._next[key]
                 continue
             link = self._ready(key)
             self._next[key] = now + _interval(link)
             if link is not None and link.lease_seconds:
-                self._send(link, names)
+                self._send(link, [*dict.fromkeys((first, *names))])
 
     def _ready(self, key: PeerKey) -> Link | None:
         with contextlib.suppress(CommextError):  # else the load will fail with the reason
@@ -264,14 +265,13 @@ class Uses:
             )
         return self._prefills[key]
 
-    def _used_at(self, key: PeerKey) -> list[str]:
+    def _used_at(self, key: PeerKey) -> Iterator[str]:
         """Requests that are used at a peer, but those that no message can name."""
-        used = (
-            prefill.remote.request_id
-            for prefill in self._prefills.values()
-            if prefill.remote.is_kept and prefill.is_used_at(key)
-        )
-        return [name for name in dict.fromkeys(map(short_id, used)) if _can_be_sent(name)]
+        for prefill in self._prefills.values():
+            if prefill.remote.is_kept and prefill.is_used_at(key):
+                name = short_id(prefill.remote.request_id)
+                if _can_be_sent(name):
+                    yield name
 
     def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
         if self.refusal is not None:
