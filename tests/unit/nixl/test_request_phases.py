@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.kit.load_states import known
 from vllm_commext.nixl.decode.load_state import MOVES as LOAD_MOVES
-from vllm_commext.nixl.decode.load_state import LoadPhase, TokenPhase
+from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, TokenPhase
 from vllm_commext.nixl.prefill.prefill_state import MOVES as PREFILL_MOVES
-from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState
+from vllm_commext.nixl.prefill.prefill_state import PrefillPhase, PrefillState, Stream
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "requests.md"
 TABLES: list[list[list[str]]] = [
@@ -55,6 +55,19 @@ def test_a_record_goes_along_the_drawn_ways_alone_and_comes_to_an_end(
     assert num_moves < len(kind)  # no way leads back
 
 
+@pytest.mark.parametrize("token_phase", TokenPhase)
+@pytest.mark.parametrize("is_void", [False, True])
+@pytest.mark.parametrize("source", Source)
+def test_a_failed_load_is_computed_here_where_nothing_else_is_left(
+    source: Source, is_void: bool, token_phase: TokenPhase
+) -> None:
+    """Its client has a token of the answer, what was computed counts no more, or nobody has been
+    told that its blocks are elsewhere."""
+    state = LoadState(REQUEST, source, token_phase=token_phase, is_void=is_void)
+    reasons = {source == Source.REUSED, is_void, token_phase == TokenPhase.SENT}
+    assert state.must_compute == (True in reasons)
+
+
 @pytest.mark.parametrize(
     ("phase", "is_told", "then"),
     [
@@ -71,3 +84,11 @@ def test_who_renounces_a_prompt_tells_the_workers_once(
     state = PrefillState(REQUEST, phase)
     assert (state.renounce(), state.phase) == (is_told, then)
     assert not state.renounce()
+
+
+@pytest.mark.parametrize("slot", [-1, 0, 5])
+@pytest.mark.parametrize("row", [None, 0, 3])
+def test_readers_are_told_of_progress_in_a_row_with_a_fence(row: int | None, slot: int) -> None:
+    stream = None if row is None else Stream("k", row)
+    state = PrefillState(REQUEST, slot=slot, stream=stream)
+    assert state.row == (row if row is not None and slot >= 0 else -1)
