@@ -42,7 +42,7 @@ def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, 
     """The request as typed, and the GPUs of this host.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number out of range, or what `Request` refuses.
     """
     for option, least in (("tp", 1), ("engines", 1), ("tpot_ms", 0), ("ttft_ms", 0), ("port", 1)):
         value = getattr(args, option)

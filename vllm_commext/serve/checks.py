@@ -40,8 +40,6 @@ def gpus_here() -> dict[str, tuple[float, float]]:
 
 def check(request: Request, here: dict[str, tuple[float, float]]) -> None:
     """Raise `ConfigError` with the remedy for the first thing that would fail."""
-    request.check()
-    request.groups()
     for name, remedy in NEEDED.items():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"expected the package {name}, got none here: {remedy}")

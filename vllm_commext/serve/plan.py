@@ -50,29 +50,24 @@ class Request:
     ttft_ms: int
     engine_args: tuple[str, ...]
 
-    def groups(self) -> list[tuple[str, ...]]:
-        """GPUs of each engine.
-
-        Raises:
-            ConfigError: they cannot be divided so.
-        """
-        if not self.gpus:
-            return [()] * self.num_engines
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for GPUs that cannot be divided so, or an option that is set here."""
         if len(self.gpus) % self.tp or len(set(self.gpus)) < len(self.gpus):
             raise ConfigError(
                 f"--gpus {','.join(self.gpus)}: expected each GPU once and a multiple of "
                 f"--tp {self.tp}; name other GPUs, or another --tp"
             )
-        return [self.gpus[at : at + self.tp] for at in range(0, len(self.gpus), self.tp)]
-
-    def check(self) -> None:
-        """Raise `ConfigError` for an option of ``vllm serve`` that is set here."""
         for option in self.engine_args:
             if option.partition("=")[0] in OURS:
                 raise ConfigError(
                     f"{option} after --: expected options of vllm serve other than "
                     f"{', '.join(OURS)}, which this command sets; leave it out"
                 )
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """GPUs of each engine."""
+        starts = range(0, len(self.gpus), self.tp)
+        return [self.gpus[at : at + self.tp] for at in starts] or [()] * self.num_engines
 
 
 @dataclass(frozen=True)
