@@ -117,11 +117,11 @@ class Stage:
         from vllm_commext.allreduce import creation, machine, push
         from vllm_commext.allreduce.fused import kernels
         from vllm_commext.allreduce.machine import Machine
-        from vllm_commext.compat import group_facts, reduce_rms
+        from vllm_commext.compat import reduce_rms, tp_group
         from vllm_commext.errors import UnsupportedError
         from vllm_commext.reduce_rms.workspace import GroupWorkspace
 
-        stage, read = self, group_facts.read
+        stage, read = self, tp_group.read
         gather = distributed.all_gather_object
 
         def counted(*args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class Stage:
             def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.stack(self._collective.run(lambda: tensor)).sum(dim=0)
 
-        group_facts.read = facts
+        tp_group.read = facts
         creation.push.PushBackend = Push
         kernels.FusedKernels = lambda *_: SimpleNamespace()  # pyright: ignore
         machine.read_machine = lambda _: Machine(stage.gpu, "", "", "", "", "", "")
@@ -196,8 +196,8 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     from vllm_commext.compat import (
         allreduce,
         fused_pass,
-        group_facts,
         reduce_rms,
+        tp_group,
     )
     from vllm_commext.compat.monkey_patch import is_patched, restore, wrap
 
@@ -244,7 +244,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     made.destroy()
     reduce_rms._served.clear()
     reduce_rms._told.clear()
-    group_facts.forget(group)
+    tp_group.forget(group)
     creation.find_table = find_table
     if found["pass"]:
         restore(fused_pass.CONFIGURE)

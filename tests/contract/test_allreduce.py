@@ -127,7 +127,7 @@ def test_microbatches_are_seen_under_whichever_option(
 ) -> None:
     from vllm.config import ParallelConfig
 
-    from vllm_commext.compat.group_facts import microbatches
+    from vllm_commext.compat.tp_group import microbatches
 
     fields = {"enable_dbo": False, "ubatch_size": 0, **option}
     assert set(fields) <= set(ParallelConfig.__dataclass_fields__)

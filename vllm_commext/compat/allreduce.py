@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_commext.compat import fits, group_facts, hooks
+from vllm_commext.compat import fits, hooks, tp_group
 from vllm_commext.compat.monkey_patch import restore, wrap
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.settings import read_settings
@@ -57,7 +57,7 @@ def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) ->
         return "its ranks may come and go"
     if by_itself:
         config = get_current_vllm_config_or_none()
-        return group_facts.why_not_by_itself(config, communicator.world_size)
+        return tp_group.why_not_by_itself(config, communicator.world_size)
     return ""
 
 
@@ -164,7 +164,7 @@ def _attach(communicator: Any, name: str) -> None:
     from vllm_commext.allreduce.machine import read_machine
     from vllm_commext.collective import Collective
 
-    facts = group_facts.agreed(communicator.cpu_group, communicator.device)
+    facts = tp_group.agreed(communicator.cpu_group, communicator.device)
     custom = communicator.ca_comm
     parts = Parts(
         communicator.cpu_group,
@@ -200,7 +200,7 @@ def _self_test(communicator: Any, made: "Dispatcher") -> None:
 
     from vllm_commext.allreduce.limits import Message
 
-    facts = group_facts.agreed(communicator.cpu_group, communicator.device)
+    facts = tp_group.agreed(communicator.cpu_group, communicator.device)
     wrong: list[str] = []
     for rows in SELF_TEST_ROWS:
         shape, dtype = (rows, facts.hidden), getattr(torch, facts.dtype)
@@ -226,7 +226,7 @@ def _give_back(communicator: Any) -> tuple[Any, Any]:
     fused_op = importlib.import_module("vllm_commext.allreduce.fused.op")
     norm = fused_op.find_group(communicator.unique_name)
     fused_op.forget_group(communicator.unique_name)
-    group_facts.forget(communicator.cpu_group)
+    tp_group.forget(communicator.cpu_group)
     ours = vars(communicator).pop(ATTRIBUTE, None)
     _served.discard(communicator)
     if ours is not None:

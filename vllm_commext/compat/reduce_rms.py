@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_commext.collective import Collective
-from vllm_commext.compat import fits, group_facts, hooks
+from vllm_commext.compat import fits, hooks, tp_group
 from vllm_commext.compat.monkey_patch import is_patched, original_of, patch
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.settings import read_settings
@@ -119,11 +119,11 @@ def _why_not(kind: str, world_size: int, group: "ProcessGroup") -> str:
 
     by_itself = read_settings()["reduce_rms"] == "auto"
     config = get_current_vllm_config_or_none()
-    if by_itself and (reason := group_facts.why_not_by_itself(config, world_size)):
+    if by_itself and (reason := tp_group.why_not_by_itself(config, world_size)):
         return reason
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    facts = group_facts.agreed(group, device)
+    facts = tp_group.agreed(group, device)
     if facts.microbatches:
         return "microbatches run on two streams, and a workspace serves one"
     if not by_itself:

@@ -34,7 +34,7 @@ from vllm_commext.allreduce.limits import Message
 from vllm_commext.allreduce.machine import Machine
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.collective import Collective
-from vllm_commext.compat.group_facts import agree_about
+from vllm_commext.compat.tp_group import agree_about
 from vllm_commext.errors import UnsupportedError
 
 CPU = torch.device("cpu")
