@@ -233,20 +233,14 @@ def test_a_full_dev_shm_is_an_exception_with_a_remedy() -> None:
     assert left == "1"
 
 
-@pytest.mark.parametrize(
-    ("capacity", "n_readers", "complaint"),
-    [
-        *(
-            (capacity, 1, "capacity: expected")
-            for capacity in (0, -4096, 2048, 4097, 12288, 1 << 31)
-        ),
-        *((4096, number, "n_readers: expected") for number in (0, -1, MAX_READERS + 1)),
-    ],
-)
-def test_an_impossible_segment_is_refused(capacity: int, n_readers: int, complaint: str) -> None:
+def test_an_impossible_segment_is_refused() -> None:
     segment_bytes(4096, MAX_READERS)
-    with pytest.raises(ValueError, match=complaint):
-        segment_bytes(capacity, n_readers)
+    for capacity in (0, -4096, 2048, 4097, 12288, 1 << 31):
+        with pytest.raises(ValueError, match="capacity: expected"):
+            segment_bytes(capacity, 1)
+    for n_readers in (0, -1, MAX_READERS + 1):
+        with pytest.raises(ValueError, match="n_readers: expected"):
+            segment_bytes(4096, n_readers)
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 40))

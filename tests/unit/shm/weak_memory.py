@@ -123,8 +123,8 @@ def final_states(threads: Sequence[Thread], memory: Values) -> Iterator[tuple[St
     """Each state in which nothing more can be executed; whether all threads have ended in it."""
     registers = {step.into: -1 for thread in threads for step in thread if step.into}
     nothing = tuple(0 for _ in threads)
-    first = State(nothing, ("",) * len(threads), tuple(sorted(memory.items())), ())
-    first = State(first.done, first.asleep, first.memory, tuple(sorted(registers.items())))
+    values = tuple(sorted(memory.items())), tuple(sorted(registers.items()))
+    first = State(nothing, ("",) * len(threads), *values)
     seen, ahead = {first}, [first]
     while ahead:
         state = ahead.pop()
