@@ -7,10 +7,13 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.kit import STANDS, cluster, timed_connectors
-from tests.kit.metrics import scrape, wait_for_added
+from tests.kit.metrics import Metrics, scrape, wait_for_added
 from tests.kit.parity import compare, complete
 from tests.kit.servers import ProxyServer, VllmServer
+from tests.kit.tiny_model import write_tiny_model
 
 CHUNK_TOKENS, NUM_TOKENS, MAX_LEN = 64, 1900, 2048
 ATOL = 0.02
@@ -31,9 +34,9 @@ def engine(role: str, model: Path, folder: Path, file: Path) -> VllmServer:
     )
 
 
-def kill(prefill: VllmServer, decode: VllmServer, file: Path) -> threading.Thread:
+def kill(prefill: VllmServer, decode: VllmServer, file: Path, reads: bool) -> threading.Thread:
     """Kill the prefill server once it stands in the middle of a prompt, of which the decode server
-    has read some by then."""
+    has read some by then, unless it reads at the end alone."""
     before = scrape(decode.url)
 
     def act() -> None:
@@ -41,7 +44,8 @@ def kill(prefill: VllmServer, decode: VllmServer, file: Path) -> threading.Threa
         while not timed_connectors.has_stopped(file).exists():
             assert time.monotonic() < end, "it computes no prompt"
             time.sleep(0.02)
-        wait_for_added(decode.url, before, READ, at_least=1, seconds=BOUND_SECONDS)
+        if reads:
+            wait_for_added(decode.url, before, READ, at_least=1, seconds=BOUND_SECONDS)
         prefill.signal_all(signal.SIGKILL)
         file.unlink()
 
@@ -51,28 +55,41 @@ def kill(prefill: VllmServer, decode: VllmServer, file: Path) -> threading.Threa
     return thread
 
 
-def test_the_decode_server_computes_the_rest_alone(deep_model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "stands"
-    prefill = engine("kv_producer", deep_model, tmp_path, file)
-    decode = engine("kv_consumer", deep_model, tmp_path, file)
+def check(model: Path, folder: Path, *, reads: bool) -> tuple[Metrics, Metrics]:
+    """The prefill server is killed, and the answer is the decode server's own; what that and the
+    proxy have counted since."""
+    file = folder / "stands"
+    prefill, decode = (engine(role, model, folder, file) for role in ("kv_producer", "kv_consumer"))
     dice = random.Random(5)
     prompt, first = ([dice.randrange(32, 127) for _ in range(NUM_TOKENS)] for _ in range(2))
     args = [*cluster.PATIENT_PROXY_ARGS, "--health-interval", "0.5"]
     with cluster.all_ready([prefill, decode]):
         right = complete(decode.url, cluster.MODEL_NAME, prompt)
-        with ProxyServer("proxy", [prefill.url], [decode.url], tmp_path, args=args) as proxy:
+        with ProxyServer("proxy", [prefill.url], [decode.url], folder, args=args) as proxy:
             complete(proxy.url, cluster.MODEL_NAME, first, max_tokens=4)  # engines meet
             before, counted = scrape(decode.url), scrape(proxy.url)
-            killing = kill(prefill, decode, file)
+            killing = kill(prefill, decode, file, reads)
             another = {"cache_salt": "another"}  # what has been cached is not looked at
             found = complete(proxy.url, cluster.MODEL_NAME, prompt, extra=another)
             killing.join(BOUND_SECONDS)
             assert not file.exists(), "the prefill server was not killed"
             assert compare(right, found, ATOL).position is None
             added = wait_for_added(decode.url, before, FAILURES, at_least=1)
-            assert scrape(proxy.url).minus(counted).total(STREAMS, way="alone") == 1
-    assert added.total(FAILURES) == 1
+            assert added.total(FAILURES) == 1
+            return added, scrape(proxy.url).minus(counted)
+
+
+def test_the_decode_server_computes_the_rest_alone(deep_model: Path, tmp_path: Path) -> None:
+    added, counted = check(deep_model, tmp_path, reads=True)
     read = added.total(BY_SOURCE, source="local_cache_hit")
     assert read > 0
     assert added.total(BY_SOURCE, source="local_compute") == NUM_TOKENS - read
     assert added.total(BY_SOURCE, source="external_kv_transfer") == 0
+    assert counted.total(STREAMS, way="alone") == 1
+
+
+@pytest.mark.long
+def test_without_the_windows_of_where_it_was_lost_all_is_computed(tmp_path: Path) -> None:
+    """They are read at the end alone."""
+    added, _ = check(write_tiny_model(tmp_path / "swa", "swa"), tmp_path, reads=False)
+    assert added.total(BY_SOURCE, source="local_compute") == NUM_TOKENS
