@@ -3,7 +3,7 @@ position."""
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +78,12 @@ def complete(
     stream: bool = False,
     extra: Mapping[str, Any] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    on_begin: Callable[[Mapping[str, str]], object] | None = None,
 ) -> Completion:
     """Ask ``url``/v1/completions for exactly ``max_tokens`` greedy tokens after a prompt's token
     ids.
 
-    ``extra`` is laid over the request.
+    ``extra`` is laid over the request; ``on_begin`` gets the headers of a stream that has begun.
     Raises ``CompletionError`` for an error answer, ``ProtocolError`` for what is no completion."""
     body: dict[str, Any] = {
         "model": model,
@@ -98,7 +99,7 @@ def complete(
     }
     address = f"{url}/v1/completions"
     if stream:
-        return _completion(tuple(prompt), _ask_stream(address, body, timeout_seconds))
+        return _completion(tuple(prompt), _ask_stream(address, body, timeout_seconds, on_begin))
     return _completion(tuple(prompt), [post(address, body, timeout_seconds).json()["choices"][0]])
 
 
@@ -181,12 +182,15 @@ def _ask_stream(
     url: str,
     body: Mapping[str, Any],
     timeout_seconds: float,
+    on_begin: Callable[[Mapping[str, str]], object] | None,
 ) -> list[dict[str, Any]]:
     with stream(url, body, timeout_seconds) as response:
         if response.status_code != 200:
             raise CompletionError(
                 url, response.status_code, response.read().decode(errors="replace")
             )
+        if on_begin is not None:
+            on_begin(response.headers)
         return list(_choices_of_stream(url, lines_of(response.iter_text())))
 
 

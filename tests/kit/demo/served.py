@@ -147,10 +147,17 @@ class Served(Server):
         deadline = time.monotonic() + BACK_SECONDS
         while Path(f"/proc/{own}").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        left = [pid for pid in others if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in others if _runs(pid)]
         self.stop()
         detail = f"status {self.exit_status()}; {len(left)} of {len(others)} processes are left"
         return Claim("SIGTERM ends all of it", self.exit_status() == 0 and not left, detail)
+
+
+def _runs(pid: int) -> bool:
+    """False of a process that has ended, even if its parent has not yet taken notice."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _ask(server: Server, question: str) -> Answer:
@@ -162,5 +169,9 @@ def _long(
     prompt: Sequence[int],
     on_begin: Callable[[Mapping[str, str]], object] | None = None,
 ) -> Completion:
-    options: dict[str, Any] = {"max_tokens": LONG_TOKENS, "stream": True, "on_begin": on_begin}
-    return complete(server.url, cluster.MODEL_NAME, prompt, **options)
+    return complete(
+        *(server.url, cluster.MODEL_NAME, prompt),
+        max_tokens=LONG_TOKENS,
+        stream=True,
+        on_begin=on_begin,
+    )
