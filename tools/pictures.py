@@ -162,7 +162,7 @@ def added_latency() -> Svg:
                 one = share(found[tokens, engine][column])
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, prompt of {int(tokens):,}", bars))
-    names = ("vLLM's NixlConnector", "vllm_commext, asked alike", "vllm_commext, its proxy")
+    names = ("vLLM's NixlConnector", "vllm_commext, sequentially", "vllm_commext, its proxy")
     return grouped("Milliseconds more than one plain server, two H200", names, groups, 240, "")
 
 
