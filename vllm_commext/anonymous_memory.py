@@ -18,7 +18,7 @@ class Offer(NamedTuple):
     host: str  # the running kernel's identity
     process: int
     descriptor: int  # of the memory's file, in that process
-    file: tuple[int, int, int]  # its device, inode and size, by which it is known again
+    file: tuple[int, int, int]  # its device, inode and size, to recognise it
 
 
 def host_identity() -> str:

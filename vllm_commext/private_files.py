@@ -1,5 +1,5 @@
 """Files that only this user, or root, can have written: measured tables, compiled kernels,
-the file by which an engine drains.
+the file that drains an engine.
 
 They are in a folder of their user that others cannot write.  Contents are written whole and carry a
 digest; what is cut short or altered, or lies where others could have put it, counts as none, and

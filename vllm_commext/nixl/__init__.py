@@ -4,7 +4,7 @@ connector, scheduler, worker   vLLM's interface: the facade and its two sides
 metadata, requests             what the two sides tell each other
 transfer_thread                the one thread that owns a worker's NIXL agent
 vllm_cache, engine_facts       from vLLM's tensors and settings to layouts and facts
-reuse                          blocks that are kept for nobody, read by hash
+reuse                          blocks without a lease, read by hash
 mapped                         reads through a mapping of a prefill worker's GPU memory
 recorder, prometheus           counters, and their Prometheus form
 geometry/                      pure: layouts, lanes, plans, block lists

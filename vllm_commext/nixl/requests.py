@@ -39,7 +39,7 @@ class RemoteRequest:
         stream_regions: where each group's block ids begin in the row, in pieces; see
             ``stream.progress``.
         stream_tag: what tells it from other requests that get the row.
-        generations: one a block, where the blocks are kept for nobody: what was read counts if each
+        generations: one a block, where the blocks have no lease: what was read counts if each
             still stands there afterwards, see ``reuse``. Without fence and lease.
     """
 
@@ -102,8 +102,8 @@ class Wait:
 class Hold:
     """A finished prefill whose blocks are kept for its readers for at most ``lease_seconds``.
 
-    Its fence's nonce is replaced when that ends; slot -1 for no fence.  Without a lease, nobody is
-    to read them any more: that ends at once.  With a ``stream_row`` the row says so, too; what is
+    Its fence's nonce is replaced when that ends; slot -1 for no fence.  Without a lease there
+    is no reader any more: that ends at once.  With a ``stream_row`` the row says so, too; what is
     ``listed`` there first are the blocks that are known at the end alone.
     """
 
@@ -117,7 +117,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Release:
-    """A finished prefill that nobody will read."""
+    """A finished prefill without a reader."""
 
     request_id: str
 

@@ -127,7 +127,7 @@ class OfferTable:
                 self._block_of[one] = block_id
 
     def drop(self, block_id: int) -> None:
-        """The block is about to get other bytes: whoever reads it meanwhile finds that out."""
+        """The block is about to get other bytes: its readers find that out."""
         with self._lock:
             for table in self._tables:
                 table[block_id] += np.uint64(1)
@@ -355,7 +355,7 @@ class ReuseSide:
         says that they are; whether that is to be waited for.
 
         Args:
-            answer: as much of it as goes on here; where it is drawn anew, nothing.
+            answer: as much of it as goes on here; where it is drawn again, nothing.
         """
         params = params_of(request) or {}
         is_able = self.is_on and self._pool is not None and ANSWER in params

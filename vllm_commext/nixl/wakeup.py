@@ -141,7 +141,7 @@ def _remove(folder: str, pid: int) -> None:
 
 def notifier(address: str, worker: int) -> Callable[[], None]:
     """A worker's end: what notifies a wakeup socket; it never waits.  Its socket closes when
-    nobody has it any more.
+    no process has it any more.
 
     Args:
         worker: the worker's number; said once, at once.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.commext.proxy")
 
 _STARTS, _BURST_SECONDS = 4, 0.01
-"""Requests taken up between two looks at all connections, where so many come in so short a time."""
+"""Most requests taken up between two looks at all connections."""
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"

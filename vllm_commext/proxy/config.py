@@ -180,7 +180,7 @@ def engine_url(given_by: str, url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
-        (parts.hostname or "").encode("idna")  # as whoever resolves it does, and fails
+        (parts.hostname or "").encode("idna")  # as its resolver does, and fails
     except ValueError as error:
         raise ConfigError(f"{expected} ({error})") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

@@ -52,7 +52,7 @@ class Workspace(ABC):
     Attributes:
         handle: the number that an op takes. Workspaces are numbered as they are made, so that a
             graph that was compiled in an earlier process finds the same one again.
-        workspace: int64 tensor on the device, by which `find_tensor` finds it.
+        workspace: int64 tensor on the device, for `find_tensor`.
     """
 
     def __init__(self, rank: int, world_size: int, words: torch.Tensor) -> None:

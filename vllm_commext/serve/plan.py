@@ -94,7 +94,7 @@ def commands(
     """The engines' commands, then the proxy's.
 
     Args:
-        folder: for files by which engines drain, for the admin port's token and for sockets.
+        folder: for drain files, for the admin port's token and for sockets.
         ports: free ones.
         environ: this process's environment, which wins over defaults.
     """

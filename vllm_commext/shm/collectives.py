@@ -4,7 +4,7 @@ Each rank has a ring that all others read. In a collective a rank writes its own
 then reads everybody else's: a gather, and for a sum the addition at every rank, in the order of
 ranks, so that all have the same bits (the direct all-reduce of Thakur, Rabenseifner and Gropp,
 Optimization of Collective Communication Operations in MPICH, 2005). Long tensors go in pieces that
-fit a ring, so nobody waits for room while somebody waits for data.
+fit a ring, so no rank waits for room while another one waits for data.
 
     group = RingGroup.connect(Collective.over(process_group))  # a collective call, too
     group.all_reduce(tensor)
@@ -24,7 +24,7 @@ from .segment import LARGEST_RING_BYTES, capacity_for, free_shm_bytes
 logger = logging.getLogger("vllm.commext.shm")
 
 PIECE_BYTES = 1 << 20
-# Each of several ranks reads what all others wrote; where that is more than so many bytes, Gloo's
+# Each of several ranks reads what all others wrote; where that is more than this many bytes, Gloo's
 # sum is faster, which has every rank add up a part of the tensor (benchmarks/cpu_collectives.py).
 MOST_READ_BYTES = 3 << 20
 TIMEOUT_SECONDS = 1800.0  # torch's for a collective

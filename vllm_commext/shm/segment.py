@@ -1,7 +1,7 @@
 """Named shared memory: reserved when created, refused if foreign, gone when its owner is.
 
-Its writer keeps the file locked as long as it lives (`csrc/shm/file.h`), so that whoever creates
-the next segment can remove those whose writer died before everyone had attached.
+Its writer keeps the file locked as long as it lives (`csrc/shm/file.h`), so that the next
+segment's creator can remove those whose writer died before everyone had attached.
 """
 
 import errno

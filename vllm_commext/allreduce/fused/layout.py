@@ -48,7 +48,7 @@ class FusedShape:
         hidden: elements of a row.
         weight_bias: added to each weight: 1 for Gemma's norm, else 0.
         scale_alignment: of `GROUP_FP8`: 0 where a row's scales lie side by side; else a group's
-            scales of all rows do, and so many of them fit between two groups as are a multiple of
+            scales of all rows do, and as many of them fit between two groups as are a multiple of
             this: 1, or 4 for what loads 16 bytes at a time.
     """
 

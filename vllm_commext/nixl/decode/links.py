@@ -59,7 +59,7 @@ def run_logged(give_back: Callable[[], None]) -> None:
         _log.warning("give back", f"NIXL failed to release a removed peer's resources: {error}")
 
 
-MAX_KEPT = 256  # agents that nobody uses and that are kept, for workers that may be needed again
+MAX_KEPT = 256  # unused agents that are kept, for workers that may be needed again
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Links:
         self._all: list[Link] = []
         # a retired link whose reads go on, and the same peer connected again, share NIXL's agent.
         # Without users it is kept until it is forgotten: UCX does not close a connection to a
-        # process that lives, and one made anew would come on top of it, at both ends.
+        # process that lives, and a new one would come on top of it, at both ends.
         self._agents: dict[str, RefCounted] = {}
         self._names: dict[PeerKey, str] = {}
         self._forgotten: set[str] = set()

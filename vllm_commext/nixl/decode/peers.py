@@ -31,7 +31,7 @@ from vllm_commext.nixl.wire.description import (
 class PeerState(StrEnum):
     """The states of a peer.
 
-    UNKNOWN: nobody has asked for it.
+    UNKNOWN: not asked for yet.
     HANDSHAKING: it has been asked for its description.
     READY: it has described itself and fits: it is read from.
     SUSPECT: a read failed or is late, its connection closed, or it may have been restarted: it is

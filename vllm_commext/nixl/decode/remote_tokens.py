@@ -34,7 +34,7 @@ class RemoteTokens:
 
     def resume(self, request: Request) -> list[int]:
         """A request came in; the answer that another decode engine has begun, if it goes on with
-        one. What has been drawn by more than is known here is drawn anew from its beginning."""
+        one. An answer whose draws are not all known here is drawn again from its beginning."""
         sampler = self._engine.sampler
         answer = answer_of(params_of(request), sampler.num_tokens, request.max_tokens)
         if not answer or refusal_of(sampler, request):

@@ -103,7 +103,7 @@ class KeepAlive:
                     request_ids=names[begin : begin + MAX_IDS],
                 )
                 self._agent.notify(link.agent_name, wire.encode(message))
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer is asked anew
+        except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer is asked again
             logger.info("prefill engine %s takes no heartbeats: %s", link.key, error)
             self._peers.doubt(link, broken=True)
 

@@ -86,7 +86,7 @@ class Lanes:
 def lanes_between(
     local: Geometry, remote: Geometry, reader: Rank, source: Rank, what: str
 ) -> Lanes | None:
-    """Lanes by which ``reader`` gets its part of ``source``'s cache, None where it gets nothing.
+    """Lanes of ``reader``'s part of ``source``'s cache, None where it gets nothing.
 
     Kept for the next peer of the same geometry.  ``what`` names the region in messages.
 

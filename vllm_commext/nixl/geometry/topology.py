@@ -6,7 +6,7 @@ where N exceeds U, vLLM replicates each unit over N/U ranks, so that rank r hold
 ``r*U//N``.  Some caches are replicated whole (multi-head latent attention).
 
 Each unit that a decode rank needs is read from one of the prefill ranks that hold it.  A prefill
-rank that nobody reads from still has to be told that its blocks are free, by one decode rank.
+rank without a reader must still learn that its blocks are free, by one decode rank.
 
 Of engines with pipeline stages, each stage's ranks do the same with those of every stage of the
 other engine: they read the layers that both have, and where there is none, they only say so.

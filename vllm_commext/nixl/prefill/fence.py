@@ -5,7 +5,7 @@ prefill gets a slot, whose nonce goes out with the request parameters; the worke
 *before* it reports the blocks as free.  The decode worker reads the slot after the blocks: if the
 nonce stands there still, the blocks were the request's all the while.
 
-Blocks that are kept for nobody have generations instead, see ``reuse``.
+Blocks without a lease have generations instead, see ``reuse``.
 
 The nonces of a slot follow from a key that is drawn at every start of the engine: the workers have
 them in place before the request has finished, and who has seen some cannot tell a further one.

@@ -28,7 +28,7 @@ FINISH_SECONDS = 5.0
 """For the first good message, for the rest of a message, and for reading an answer."""
 _SWEEP_SECONDS = 0.25
 _TURN_SECONDS = 0.005  # of answers at a stretch
-_PAUSE_SECONDS = 0.002  # after so many, for the other threads of the process
+_PAUSE_SECONDS = 0.002  # after that many, for the other threads of the process
 _MAX_ACCEPTED = 256  # in one turn
 _BUFFER_BYTES = 128 * 1024  # of the kernel, for each connection and direction
 _BACKLOG = 4096

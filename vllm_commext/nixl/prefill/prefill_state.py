@@ -56,7 +56,7 @@ class PrefillState:
     """All that the scheduler side knows of one prompt that is computed for another engine.
 
     Attributes:
-        key: by which its router can have it released, "" for none.
+        key: its router releases it by this key, "" for none.
         is_cut: its last token is left to its readers.
         held_since: when its lease began, in monotonic seconds, None where it has had none.
     """

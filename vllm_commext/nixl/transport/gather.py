@@ -142,7 +142,7 @@ def batches(local: Places, remote: Places, pairs: Pairs) -> Iterator[Batch]:
 
 
 def batches_of(places: Int64Array, lengths: Int64Array) -> Iterator[Batch]:
-    """Pieces of one length side by side, and so many lengths in each batch as a launch takes."""
+    """Pieces of one length side by side, and as many lengths in each batch as a launch takes."""
     ends = [len(lengths)]
     if lengths.min() < lengths.max():
         order = np.argsort(lengths, kind="stable")

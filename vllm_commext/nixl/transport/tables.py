@@ -52,7 +52,7 @@ class Table:
         return np.array([row], dtype=np.uint64)
 
     def take(self, count: int = 1) -> list[int] | None:
-        """Cells for so many records, in rising order; None while too few are free."""
+        """Cells for this many records, in rising order; None while too few are free."""
         begin = len(self._free) - count
         if begin < 0:
             return None

@@ -42,7 +42,7 @@ class BackOff:
     most_seconds: float = 10.0
 
     def seconds(self, num_failures: int, random: float) -> float:
-        """The wait after so many failures in a row, at least 1.
+        """The wait after this many failures in a row, at least 1.
 
         ``random``, from 0 to 1, takes half to all of it, so that many workers do not ask at once.
         """

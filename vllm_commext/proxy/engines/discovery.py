@@ -65,7 +65,7 @@ class Registry:
         self._reconcile()
 
     def steps_of(self, source: str, places: Sequence[EngineEndpoint]) -> list[list[EngineEndpoint]]:
-        """Lists for `name`, one after the other, by which few engines are added at a time. Raises
+        """Lists for `name`, one after the other, which add few engines at a time. Raises
         `ConfigError` as `name` does."""
         others = [place for name, of in self._named.items() if name != source for place in of]
         _check([*others, *places])

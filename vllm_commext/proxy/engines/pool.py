@@ -193,7 +193,7 @@ SECONDS_A_TOKEN = 4e-4
 
 class Repeats:
     """Turns of the prompts that one engine computes once more, since another one was lost or
-    drains: so many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
+    drains: as many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
     first, but waits are counted against it."""
 
     def __init__(self) -> None:

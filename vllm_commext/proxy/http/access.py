@@ -38,7 +38,7 @@ async def answer_errors(
         return _elsewhere(request, error)
     except ClientGoneError as gone:
         logger.info("%s", gone)
-        return web.Response(status=499)  # nobody reads it
+        return web.Response(status=499)  # the client is gone
     except Exception as error:
         complaints.exception("internal", "unexpected error in the proxy")
         if request.writer.output_size > 0:  # a second answer would be read as more of the first
@@ -48,7 +48,7 @@ async def answer_errors(
 
 
 async def hide_software(_: web.Request, response: web.StreamResponse) -> None:
-    """Name no software and versions to whoever asks."""
+    """Name no software and no versions."""
     response.headers.pop("Server", None)
 
 

@@ -146,7 +146,7 @@ class Prompts:
         return self.seconds - done if self.seconds > done else 0.0
 
     def unseen(self, now: float) -> Job | None:
-        """The first prompt, if nobody sees its end and its time is over, which is noted."""
+        """The first prompt, if no one sees its end and its time is over, which is noted."""
         first = next(iter(self.jobs), None)
         if first is None or first.is_seen:
             return None

@@ -23,7 +23,7 @@ DELAY_WEIGHT = 0.02
 ROOM_WEIGHT = 1.0
 """Missed limits that a second of waiting for room in a KV cache is worth."""
 GIVEN_UP = 1.25
-"""Steps of so many limits: one more answer costs nothing there, so that other engines get well."""
+"""Step time, in limits, above which one more answer costs nothing: other engines recover."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 

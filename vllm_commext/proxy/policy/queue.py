@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from heapq import heappush, heappushpop
 
 PATIENCE = 4.0
-"""A waiting prompt is overtaken for so many times its own length, or so many limits."""
+"""Longest time that others may overtake a waiting prompt, in its own lengths or in limits."""
 SPARED = 0.1
 """Share of its time that an engine then has for those that were put off."""
 IN_TIME = 0.95

@@ -10,7 +10,7 @@ FORGETTING = 0.97
 """Weight of a sample after one more: about the last 30 decide."""
 _SWEEPS = 12
 MAX_RATIO = 3.0
-"""A time above so many times the expected one counts as that many."""
+"""Upper bound of a time, as a multiple of the expected one."""
 _KNOWN_SAMPLES = 8
 Features = tuple[float, float, float]
 
