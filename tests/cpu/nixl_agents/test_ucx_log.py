@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BOUND_SECONDS = 60.0
+BOUND_SECONDS = 240.0
 NUM_LINES = 4000
 PROGRAM = f"""
 import ctypes, sys
