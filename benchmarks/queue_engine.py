@@ -32,6 +32,7 @@ import turn
 from engine_process import ANSWER, READY, EngineProcess, run_program, say
 
 from tests.kit import gpu_ranks
+from tests.kit.processes import stat_of
 
 VLLM, OURS = "vllm", "ours"
 TOGGLE = "VLLM_COMMEXT_SHM_QUEUE"
@@ -75,7 +76,7 @@ def cpu_seconds() -> dict[str, float]:
     session = os.getsid(0)
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            fields = stat_of(folder)
             if int(fields[3]) != session:
                 continue
             title = (folder / "cmdline").read_bytes().decode(errors="replace")

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.kit.processes import stat_of
 from tests.kit.servers import GLOO_THREAD, Server
 
 API_SERVER, ENGINE, WORKER, PROXY = "API server", "engine", "worker", "proxy"
@@ -56,5 +57,5 @@ def _seconds(task: Path) -> float:
     try:
         return int((task / "schedstat").read_text().split()[0]) / 1e9
     except FileNotFoundError:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        fields = stat_of(task)
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

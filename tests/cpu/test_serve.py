@@ -14,6 +14,7 @@ import pytest
 from tests.kit.cluster import BLOCK_SIZE
 from tests.kit.parity import complete
 from tests.kit.ports import free_port
+from tests.kit.processes import stat_of
 from tests.kit.supervisor import descendants
 
 READY_SECONDS = 240.0
@@ -37,7 +38,7 @@ def numbered(pids: Iterable[int]) -> set[tuple[int, str]]:
 def start_of(pid: int) -> str:
     """When it started, in ticks; empty for one that has ended."""
     try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *others = stat_of(f"/proc/{pid}")
     except OSError:
         return ""
     return "" if state == "Z" else others[18]

@@ -1,7 +1,13 @@
-"""What processes have used, and what their threads are called."""
+"""The state of processes, and what they have used, from /proc."""
 
 from collections.abc import Iterable
 from pathlib import Path
+
+
+def stat_of(folder: Path | str) -> list[str]:
+    """Fields of a process's or thread's ``stat`` behind its name, which may hold blanks: the letter
+    of the state comes first."""
+    return (Path(folder) / "stat").read_text().rpartition(")")[2].split()
 
 
 def cpu_seconds(pids: Iterable[int | str]) -> float:

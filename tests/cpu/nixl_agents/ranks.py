@@ -27,6 +27,7 @@ from tests.cpu.nixl_agents.harness import (
     wait_until,
 )
 from tests.kit import forked
+from tests.kit.processes import stat_of
 from tests.kit.servers import free_port
 from vllm_commext.nixl.geometry.topology import Rank, Split, interval
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -89,7 +90,7 @@ class PeerProcess:
         os.kill(self._pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self._pid}/task")
         wait_until(
-            lambda: all(_state(task / "stat") == "T" for task in tasks.iterdir()),
+            lambda: all(stat_of(task)[0] == "T" for task in tasks.iterdir()),
             "the peer's threads to stop",
         )
 
@@ -110,11 +111,6 @@ class PeerProcess:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self.kill()
-
-
-def _state(stat: Path) -> str:
-    """State letter of a thread, which follows the name in brackets."""
-    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 class Ranks:

@@ -18,6 +18,7 @@ from tests.kit.demo.report import Claim, Noise, verdict
 from tests.kit.demo.scenario import Scenario
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, chat_completion, complete
+from tests.kit.processes import stat_of
 from tests.kit.servers import CPU_ENVIRON, Server, free_port
 
 MAX_TOKENS, LONG_TOKENS = 40, 120
@@ -156,7 +157,7 @@ class Served(Server):
 def _runs(pid: int) -> bool:
     """False of a process that has ended, even if its parent has not yet taken notice."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return stat_of(f"/proc/{pid}")[0] not in "ZX"
     return False
 
 
