@@ -119,11 +119,10 @@ lint: env ## ruff, pyright, who may import whom, budgets of tools/budgets.toml, 
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/budgets.py
 	$(BIN)/python tools/sentences.py README.md
-	$(BIN)/python tools/pictures.py --check
+	$(BIN)/python tools/generate_docs.py --check
 
 docs: env ## Write the tables and pictures of docs/, and the operator's alert rules
 	$(BIN)/python tools/generate_docs.py
-	$(BIN)/python tools/pictures.py
 
 env: ## The environment for everything above, in .venv
 	@$(PYTHON) tools/cpu_env.py $(VENV) --vllm $(VLLM)

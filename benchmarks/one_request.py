@@ -5,7 +5,7 @@ proxy's own window.
     python benchmarks/one_request.py --device cuda --gpus 0 1 --out OUT
 
 A prefill and a decode engine, both asked at once.  A short request wakes them up; the second one
-counts.  Writes OUT.json, from which tools/pictures.py draws.
+counts.  Writes OUT.json, from which `make docs` draws.
 """
 
 from __future__ import annotations

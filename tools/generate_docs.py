@@ -1,5 +1,5 @@
-"""Writes the tables of docs/ that the code defines, between two marks in a page, and
-examples/k8s/monitoring/rules.yaml from the alert rules; ``--check`` only compares.
+"""Writes the tables of docs/ that the code defines, between two marks in a page, the pictures of
+docs/images, and examples/k8s/monitoring/rules.yaml from the alert rules; ``--check`` only compares.
 
 Exit status: 0 where the files are (now) current, 1 where ``--check`` finds that they are not.
 """
@@ -8,6 +8,8 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import pictures
 
 from vllm_commext.cli import proxy
 from vllm_commext.settings import TOGGLES
@@ -95,7 +97,7 @@ def with_table(text: str, name: str, new: str, by: str = "make docs") -> str:
 
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
-    found = {RULES: rules_for_the_operator()}
+    found = {RULES: rules_for_the_operator(), **pictures.files()}
     for make in (toggles, proxy_options):
         name = make.__name__
         path = ROOT / "docs" / f"{name}.md"
@@ -103,11 +105,15 @@ def files() -> dict[Path, str]:
     return found
 
 
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     args = parser.parse_args()
-    stale = [(path, text) for path, text in files().items() if path.read_text() != text]
+    stale = [(path, text) for path, text in files().items() if _read(path) != text]
     for path, text in stale:
         print(f"{path.relative_to(ROOT)} is {'not current' if args.check else 'written'}")
         if not args.check:

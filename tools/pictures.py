@@ -1,14 +1,8 @@
-"""Draws the pictures of docs/images from the tables and files of benchmarks/results.
+"""The pictures of docs/images, drawn from the tables and files of benchmarks/results."""
 
-python tools/pictures.py            # write them
-python tools/pictures.py --check    # exit status 1 where one is not what the results say
-"""
-
-import argparse
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -150,7 +144,7 @@ def goodput() -> Svg:
 
 
 def added_latency() -> Svg:
-    """What a hand-over adds to the median of a plain server's; whiskers are of the rounds."""
+    """Latency that a hand-over adds to a plain server's median; whiskers show the rounds."""
     rows = list(table_rows("handover.md", "2026-11-28_handover_compiled"))
     found = {(row["tokens"], row["engine"]): row for row in rows}
     groups: list[tuple[str, list[Bar | None]]] = []
@@ -216,30 +210,7 @@ def one_request() -> Svg:
     return svg
 
 
-PICTURES: dict[str, Callable[[], Svg]] = {
-    "added_latency.svg": added_latency,
-    "goodput.svg": goodput,
-    "kill_and_drain.svg": kill_and_drain,
-    "one_request.svg": one_request,
-}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    stale: list[str] = []
-    for name, draw in PICTURES.items():
-        new, path = draw().whole(), IMAGES / name
-        if args.check and (not path.exists() or path.read_text(encoding="utf-8") != new):
-            stale.append(name)
-        if not args.check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(new, encoding="utf-8")
-    if stale:
-        print(f"expected pictures of today's results, got others: {stale}; run tools/pictures.py")
-    return 1 if stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """Each picture's file with the text that it should have."""
+    drawn = (added_latency, goodput, kill_and_drain, one_request)
+    return {IMAGES / f"{draw.__name__}.svg": draw().whole() for draw in drawn}
