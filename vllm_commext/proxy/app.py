@@ -247,7 +247,7 @@ class ProxyApp:
 
 
 def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
-    """What sends spans, where OpenTelemetry's variables name an endpoint; importing it takes a
+    """Open the sender of spans if OpenTelemetry's variables name an endpoint; its import takes a
     second."""
     named = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

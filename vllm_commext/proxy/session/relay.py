@@ -20,7 +20,7 @@ from vllm_commext.proxy.deadline import (
     StreamWatch,
 )
 from vllm_commext.proxy.http.connections import cut
-from vllm_commext.proxy.http.sse import DONE, error_event, num_tokens, with_cached_tokens
+from vllm_commext.proxy.http.sse import DONE, error_event, with_cached_tokens
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError
 from vllm_commext.proxy.session.reasons import Resume
 from vllm_commext.proxy.session.response import (
@@ -127,7 +127,7 @@ class Relay:
 
     async def _pass_on(self, opened: Opened, watch: StreamWatch) -> None:
         read, cutter, response = opened.response.content.readany, opened.cutter, self.response
-        cached_tokens, answer = opened.cached_tokens, opened.answer
+        cached_tokens = opened.cached_tokens
         on_gap, transcript = self._gaps.labels(opened.engine.name).observe, self._transcript
         await response.prepare(self._request)
         ready, is_open = opened.first, True
@@ -157,8 +157,7 @@ class Relay:
                 ready = piece
             elif piece:
                 ready = cutter.feed(piece)
-                if answer is not None and (tokens := num_tokens(piece)):
-                    answer.go_on(tokens, watch.since)
+                opened.note(piece, watch.since)
                 on_gap(watch.since - arrived)
                 arrived = watch.since
             else:
@@ -184,8 +183,7 @@ class Relay:
                 return Resume.ANEW
             if not (piece := await self._read(opened)):
                 break
-            if opened.answer is not None and (tokens := num_tokens(piece)):
-                opened.answer.go_on(tokens, time.monotonic())
+            opened.note(piece, time.monotonic())
             unread = opened.cutter.feed(piece)
             opened.first += unread
         return Resume.FAILED

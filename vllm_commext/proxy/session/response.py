@@ -20,6 +20,7 @@ from vllm_commext.proxy.http.sse import (
     Cached,
     EventCutter,
     is_aborted,
+    num_tokens,
     opening_error,
     opens_aborted,
     says_nothing,
@@ -221,6 +222,11 @@ class Opened:
     work: ExitStack
     answer: Answer | None = None
     cached_tokens: Cached | None = None
+
+    def note(self, piece: bytes, now: float) -> None:
+        """Count the tokens of a piece of the stream."""
+        if self.answer is not None and (tokens := num_tokens(piece)):
+            self.answer.go_on(tokens, now)
 
     def close(self) -> None:
         """Let go of the engine, which aborts the rest."""

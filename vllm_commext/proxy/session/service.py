@@ -1,4 +1,4 @@
-"""What all requests share, and what one of them asks."""
+"""State that all requests share, and a client's request."""
 
 import asyncio
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ SMALL_BYTES = 4 << 10  # of a body that is kept as it came
 
 
 class Service:
-    """What all requests share."""
+    """Engines' access, placement and room, shared by all requests."""
 
     def __init__(self, upstream: Upstream, planner: Planner) -> None:
         self.upstream, self.planner = upstream, planner

@@ -32,8 +32,6 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
-
-
 MIN_LEFT = 16
 """An answer with fewer tokens left is not moved."""
 

@@ -25,7 +25,14 @@ from vllm_commext.proxy.session.response import Opened, is_dead
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-
+KEY_BYTES = 16
+_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
+CHECK_SECONDS = 10.0
+"""Longest wait for a check of an engine that has broken a connection."""
+LOOK_SECONDS = 0.02
+MAX_WAITING = 8
+"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
+step."""
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -149,16 +156,6 @@ def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) 
 
 def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("kv_transfer_params") or {}
-
-
-KEY_BYTES = 16
-_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
-CHECK_SECONDS = 10.0
-"""Longest wait for a check of an engine that has broken a connection."""
-LOOK_SECONDS = 0.02
-MAX_WAITING = 8
-"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
-step."""
 
 
 def place_or_reason(engine: Engine) -> SideChannel | AtOnce:

@@ -1,4 +1,4 @@
-"""What came in the last minutes, in buckets of some seconds.  Pure: every time is an argument."""
+"""Requests of the last minutes, in buckets of some seconds.  Pure: every time is an argument."""
 
 import math
 from collections import Counter, deque

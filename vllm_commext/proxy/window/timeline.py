@@ -18,7 +18,8 @@ QUEUE, PREFILL, ASK, FIRST_TOKEN, DECODE, MOVE = PARTS = (
 
 
 class Part(NamedTuple):
-    """What was done from *began* until *ended*, seconds of ``time.monotonic``; engine: or ""."""
+    """One step of a request, from *began* until *ended*, seconds of ``time.monotonic``; engine: its
+    name or ""."""
 
     name: str
     engine: str

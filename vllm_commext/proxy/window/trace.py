@@ -137,7 +137,7 @@ def _parent_of(header: str) -> SpanContext | None:
 
 
 def open_trace(environ: Mapping[str, str]) -> Trace:
-    """What sends spans as OpenTelemetry's variables say."""
+    """Open a sender of spans, as OpenTelemetry's variables configure it."""
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"
     )

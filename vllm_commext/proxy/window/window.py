@@ -32,7 +32,7 @@ PROMPT_TOKENS = 1024
 
 
 class EngineView:
-    """What is remembered of an engine: its state, since when, and its last error with its time."""
+    """An engine's state with the time of its last change, and its last error with its time."""
 
     def __init__(self, now: float) -> None:
         self.state, self.since = "", now
