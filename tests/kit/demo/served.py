@@ -3,10 +3,11 @@ engine is killed and another one drained while each gives a long answer."""
 
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -33,7 +34,7 @@ QUESTIONS = (
 )
 BEGUN_SECONDS = 1.0
 """Of a long answer, before something happens to its engine."""
-BACK_SECONDS = 180.0
+BACK_SECONDS = 300.0
 WINDOW = "in a browser:"
 Answer = tuple[str, Completion]
 
@@ -46,16 +47,20 @@ class ServeScenario(Scenario):
 
     def run(self) -> bool:
         self.options.folder.mkdir(parents=True, exist_ok=True)
-        self.model = self.write_model()
-        with self.plain_server(1) as server:
-            expected = [_ask(server, question) for question in QUESTIONS]
-            self.long = _long(server, expected[0][1].prompt)
+        with _compiling():
+            self.model = self.write_model()
         served = self.serve()
         with served:
             served.wait_for_log(WINDOW, BACK_SECONDS)
             print("".join(f"        {line}\n" for line in served.log_text().splitlines()))
-            self.claim_equal(expected, [_ask(served, one) for one in QUESTIONS])
-            self.show_death(served)
+            got = [_ask(served, one) for one in QUESTIONS]
+            self.say(f"an answer of {LONG_TOKENS} tokens; its engine is killed meanwhile")
+            name, answer = _long_while(served, got[0][1].prompt, served.kill)
+            with self.plain_server(1) as server:
+                self.claim_equal([_ask(server, one) for one in QUESTIONS], got)
+                self.long = _long(server, got[0][1].prompt)
+            self.claim_went_on("is killed", "resumes", served, name, answer)
+            self.claim_back(served, name)
             self.show_drain(served)
             if self.options.show:
                 print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
@@ -82,37 +87,28 @@ class ServeScenario(Scenario):
         text, detail = "answers equal one server's", f"{equal} of {len(got)}"
         self.claims.append(Claim(text, equal == len(got), detail))
 
-    def show_death(self, served: "Served") -> None:
-        self.say(f"an answer of {LONG_TOKENS} tokens; its engine is killed meanwhile")
-        name = self.go_on("resumes", "is killed", served, served.kill)
-        began = time.monotonic()
-        while not (is_back := served.engine(name)["healthy"]):
-            if time.monotonic() > began + BACK_SECONDS:
-                break
+    def claim_back(self, served: "Served", name: str) -> None:
+        self.say(f"waiting until {name} is back")
+        deadline = time.monotonic() + BACK_SECONDS
+        while not (is_back := served.engine(name)["healthy"]) and time.monotonic() < deadline:
             time.sleep(0.2)
-        detail = f"{name}, after {time.monotonic() - began:.0f} s more"
-        self.claims.append(Claim("the engine comes back by itself", is_back, detail))
+        self.claims.append(Claim("the engine comes back by itself", is_back, name))
 
     def show_drain(self, served: "Served") -> None:
         self.say("the same answer; its engine is drained meanwhile")
-        name = self.go_on("moves", "drains", served, lambda name: served.admin("drain", name))
+        prompt = self.long.prompt
+        name, answer = _long_while(served, prompt, lambda name: served.admin("drain", name))
+        self.claim_went_on("drains", "moves", served, name, answer)
         served.admin("undrain", name)
 
-    def go_on(self, metric: str, what: str, served: "Served", act: Callable[[str], object]) -> str:
-        """Have a long answer go on at another engine; its first engine."""
-        engines: list[str] = []
-
-        def on_begin(headers: Mapping[str, str]) -> None:
-            time.sleep(BEGUN_SECONDS)
-            engines.append(headers["X-Commext-Decode"])
-            act(engines[0])
-
-        found = NOISE.compare(self.long, _long(served, self.long.prompt, on_begin))
+    def claim_went_on(
+        self, what: str, metric: str, served: "Served", name: str, answer: Completion
+    ) -> None:
+        found = NOISE.compare(self.long, answer)
         went = scrape(served.url).total(f"commext_proxy_{metric}_total", result="resumed")
         text = f"an answer goes on right at the other engine when its own {what}"
-        detail = f"{engines[0]}; {LONG_TOKENS} tokens, {found if not found.equal else 'all equal'}"
+        detail = f"{name}; {LONG_TOKENS} tokens, {found if not found.equal else 'all equal'}"
         self.claims.append(Claim(text, found.equal and went == 1, f"{detail}; {went:g} {metric}"))
-        return engines[0]
 
 
 class Served(Server):
@@ -152,6 +148,34 @@ class Served(Server):
         self.stop()
         detail = f"status {self.exit_status()}; {len(left)} of {len(others)} processes are left"
         return Claim("SIGTERM ends all of it", self.exit_status() == 0 and not left, detail)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile what each engine imports, so that two that start at once do not both do it."""
+    code = "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker"
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ) as process:
+        try:
+            yield
+            process.wait(BACK_SECONDS)
+        finally:
+            process.kill()
+
+
+def _long_while(
+    served: Served, prompt: Sequence[int], act: Callable[[str], object]
+) -> tuple[str, Completion]:
+    """The engine that a long answer began at, to which *act* happens meanwhile, and the answer."""
+    engines: list[str] = []
+
+    def on_begin(headers: Mapping[str, str]) -> None:
+        time.sleep(BEGUN_SECONDS)
+        engines.append(headers["X-Commext-Decode"])
+        act(engines[0])
+
+    answer = _long(served, prompt, on_begin)
+    return engines[0], answer
 
 
 def _runs(pid: int) -> bool:
