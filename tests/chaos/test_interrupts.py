@@ -119,7 +119,9 @@ def test_an_interrupt_at_a_random_moment_leaves_nothing(seed: int, tmp_path: Pat
                 time.sleep(3.0 * dice.random())
         run.interrupt()
         status = run.process.wait(END_SECONDS)
-        assert status in (0, 130, -signal.SIGINT, -signal.SIGTERM), run.log.read_text()
+        asked_too_early = "init_import_site" in run.log.read_text()  # Python itself was starting
+        wanted = (0, 130, -signal.SIGINT, -signal.SIGTERM, *([1] if asked_too_early else []))
+        assert status in wanted, run.log.read_text()
         assert "Traceback" not in run.log.read_text() or moment == "start"
         assert not run.left(), f"{moment}: {run.log.read_text()}"
     finally:
