@@ -18,11 +18,7 @@ from vllm_commext.proxy.session.reasons import Resume
 
 KINDS = (
     "side_channel_garbage",
-    "proxy_garbage",
-    "replayed_parameters",
-    "foreign_parameters",
     "client_aborts",
-    "pause_prefill",
     "stall_prefill",
     "cut_side_channel",
     "kill_prefill",
@@ -48,7 +44,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
     record = run_here(
         tmp_path,
         lines.append,
-        num_requests=50,
+        num_requests=30,
         num_faults=len(KINDS),
         kinds=KINDS,
         num_clients=2,
@@ -62,7 +58,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
     assert failures(record, timed=False) == [], report
     assert {fault.kind for fault in record.faults} == set(KINDS)
     assert record.verdicts[WRONG] == 0
-    assert record.verdicts[RIGHT] >= 30, report
+    assert record.verdicts[RIGHT] >= 20, report
 
 
 @pytest.mark.long
@@ -112,7 +108,7 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
     """Where they do not go on elsewhere, as a control, they end with an error."""
     record = run_here(
         tmp_path,
-        num_requests=50,
+        num_requests=30,
         num_faults=3,
         kinds=("kill_decode",),
         num_clients=6,
@@ -138,7 +134,7 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
 def test_no_stream_is_lost_that_is_read_from_the_engine_that_drains(tmp_path: Path) -> None:
     record = run_here(
         tmp_path,
-        num_requests=50,
+        num_requests=30,
         num_faults=6,
         kinds=("drain_decode", "kill_drained", "kill_taker"),
         num_clients=6,

@@ -191,9 +191,8 @@ def goes_on(name: str) -> bool:
     return ASKED[name][2]
 
 
-@pytest.mark.parametrize(
-    "moves", [True, pytest.param(False, marks=pytest.mark.long)], ids=["moved", "not moved"]
-)
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
+@pytest.mark.long
 def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> None:
     """Where they are not moved, as a control, each ends where it has begun."""
 

@@ -95,7 +95,9 @@ def test_the_tokens_are_those_of_vllms_queue(servers: dict[str, Server]) -> None
     assert tokens(servers["ours"]) == tokens(servers["theirs"])
 
 
-@pytest.mark.parametrize("kinds", [("theirs", "ours"), ("ours", "theirs")])
+@pytest.mark.parametrize(
+    "kinds", [("theirs", "ours"), pytest.param(("ours", "theirs"), marks=pytest.mark.long)]
+)
 def test_answers_after_a_transfer_are_the_engines_own(
     servers: dict[str, Server], kinds: tuple[str, str]
 ) -> None:

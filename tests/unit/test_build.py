@@ -83,6 +83,7 @@ def test_without_a_compiler_it_is_left_out_and_said_so(tree: Path) -> None:
     assert "/bin/false" in str(record(tree)["reason"])
 
 
+@pytest.mark.long
 def test_without_a_compiler_it_is_an_error_where_it_was_asked_for(tree: Path) -> None:
     done = setup(tree, *BUILD, CC="/bin/false", VLLM_COMMEXT_BUILD_NATIVE="1")
     assert done.returncode != 0
@@ -96,6 +97,7 @@ sysconfig.get_config_var = lambda name: 1 if name == "Py_GIL_DISABLED" else aske
 """
 
 
+@pytest.mark.long
 def test_free_threaded_python_gets_a_wheel_without_it(tree: Path) -> None:
     (tree / "fake").mkdir()
     (tree / "fake" / "sitecustomize.py").write_text(FREE_THREADED)

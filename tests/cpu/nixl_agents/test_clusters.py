@@ -95,7 +95,9 @@ def assert_all_is_right(cluster: Cluster) -> None:
     assert sum(worker.recorded["bytes"] for worker in cluster.decode.workers) > 0
 
 
-@pytest.mark.parametrize(("caches", "sizes"), crossed(list(product(FORMS, MIXED)), PAIRS), ids=str)
+@pytest.mark.parametrize(
+    ("caches", "sizes"), crossed(list(product(FORMS, MIXED)), PAIRS, most=8), ids=str
+)
 def test_every_byte_arrives_and_every_rank_is_released(
     monkeypatch: pytest.MonkeyPatch, caches: tuple[str, str], sizes: tuple[int, int]
 ) -> None:
@@ -107,14 +109,14 @@ def test_every_byte_arrives_and_every_rank_is_released(
         assert_all_is_right(cluster)
 
 
-@pytest.mark.parametrize(("kind", "pair"), crossed(MIXED, STAGED), ids=str)
+@pytest.mark.parametrize(("kind", "pair"), crossed(MIXED, STAGED, most=4), ids=str)
 def test_every_byte_arrives_between_stages(kind: str, pair: tuple[Size, Size]) -> None:
     with staged(case_between(kind, pair[0][0], pair[1][0], 2), *pair) as cluster:
         cluster.run()
         assert_all_is_right(cluster)
 
 
-@pytest.mark.parametrize(("kind", "pair"), crossed(MIXED, [*WHOLE, *STAGED]), ids=str)
+@pytest.mark.parametrize(("kind", "pair"), crossed(MIXED, [*WHOLE, *STAGED], most=6), ids=str)
 def test_every_byte_arrives_while_prompts_are_computed(kind: str, pair: tuple[Size, Size]) -> None:
     case = case_between(kind, pair[0][0], pair[1][0], spans=KINDS[kind][-1])
     with staged(case, *pair, streams=True) as cluster:
@@ -264,8 +266,9 @@ def compute_steps(cluster: Cluster, request: Any, begin: int, end: int) -> None:
         )
 
 
-@pytest.mark.parametrize("fault_at", range(NUM_STEPS))
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["1:1", "2:1"])
+@pytest.mark.parametrize(
+    ("sizes", "fault_at"), crossed([(1, 1), (2, 1)], range(NUM_STEPS)), ids=str
+)
 def test_blocks_that_are_zeroed_before_the_fence_is_replaced_are_read_anew(
     sizes: tuple[int, int], fault_at: int
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_peer_that_lives_and_whose_side_channel_closes_keeps_its_connection(
     wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
 
 
+@pytest.mark.long
 def test_a_peer_keeps_its_connection_where_one_of_its_addresses_ends(
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -183,6 +184,7 @@ def test_a_peer_keeps_its_connection_where_one_of_its_addresses_ends(
     wait_until(lambda: num_sockets() <= before, f"{num_sockets()} sockets to be {before}")
 
 
+@pytest.mark.long
 def test_a_peer_that_was_late_and_is_not_needed_keeps_its_connection(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

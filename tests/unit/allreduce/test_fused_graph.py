@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.kit.examples import examples
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import (
@@ -186,7 +187,7 @@ layers = st.builds(
 )
 
 
-@settings(max_examples=30)
+@examples(8)
 @given(st.lists(layers, max_size=5), st.sampled_from([BFLOAT16, torch.float16, FLOAT32]))
 def test_what_can_be_replaced_is_and_the_numbers_stay(
     model: list[Layer], dtype: torch.dtype

@@ -57,7 +57,7 @@ def check(ranks: Ranks, calls: list[Call], most_blocks: int, seed: int) -> None:
             assert_same(outputs[rank][index], want, (index, rank, call.form))
 
 
-@pytest.mark.parametrize(("name", "kernel"), crossed(list(SHAPES), KERNELS))
+@pytest.mark.parametrize(("name", "kernel"), crossed(list(SHAPES), KERNELS, most=4))
 def test_two_ranks_get_what_the_steps_give_one_by_one(name: str, kernel: str) -> None:
     calls = [
         make_call(SHAPES[name], Form(kernel, 2), 2, rows, seed=rows) for rows in (1, 7, 2, 5, 16)
@@ -66,7 +66,7 @@ def test_two_ranks_get_what_the_steps_give_one_by_one(name: str, kernel: str) ->
 
 
 @pytest.mark.parametrize(
-    "world_size", [3, 8, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 5, 6, 7))]
+    "world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in range(4, 9))]
 )
 def test_more_ranks_get_it_too_and_may_change_the_form_at_any_call(world_size: int) -> None:
     shape = SHAPES["by group"]
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_in_every_form_and_batch(world_size: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernel"), crossed(["bfloat16", "float16", "float32"], KERNELS), ids=str
+    ("dtype", "kernel"), crossed(["bfloat16", "float16", "float32"], KERNELS, most=2), ids=str
 )
 def test_every_bit_pattern_passes(dtype: str, kernel: str) -> None:
     """The words that mean "nothing yet" among them: they come out as the NaNs that they are."""

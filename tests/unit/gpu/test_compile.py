@@ -44,7 +44,9 @@ CASES = {
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize(("case", "architecture"), crossed(list(CASES), ARCHITECTURES), ids=str)
+@pytest.mark.parametrize(
+    ("case", "architecture"), crossed(list(CASES), ARCHITECTURES, most=len(CASES)), ids=str
+)
 def test_it_compiles_for_every_architecture(case: str, architecture: int) -> None:
     name, macros = CASES[case]
     cubin = Program(name).compile_cubin(macros, architecture)

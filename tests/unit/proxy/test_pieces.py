@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.crossed import crossed
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import health
@@ -87,8 +88,7 @@ HARD: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("member", MEMBERS)
-@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize(("name", "member"), crossed(list(HARD), MEMBERS, most=36))
 def test_bodies_are_taken_apart_and_judged_in_short_pieces(name: str, member: str) -> None:
     raw = b'{"%s": %s, "max_tokens": 3}' % (member.encode(), HARD[name])
     seconds, body = longest_step(lambda: members_of(bytearray(raw)))

@@ -43,6 +43,7 @@ def test_a_source_that_is_refused_tells_why() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [MINIMAX, Shape("float16", "float32", 8, 768, 128)], ids=str)
 def test_no_form_of_few_tokens_spills_registers(shape: Shape, tmp_path: Path) -> None:
     for tiling in kernel.tilings(shape):

@@ -217,7 +217,7 @@ def other_message(draw: st.DrawFn) -> Any:
     )
 
 
-@examples(50)
+@examples(15)
 @given(st.lists(st.tuples(st.one_of(call(), answer(), other_message()), st.booleans()), max_size=8))
 def test_any_steps_arrive_as_pickle_would_have_made_them(steps: list[tuple[Any, bool]]) -> None:
     link = Link()
@@ -271,7 +271,7 @@ class StepSource:
 TURNS = st.tuples(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 3), st.booleans())
 
 
-@examples(30)
+@examples(10)
 @given(st.integers(0, 30), st.lists(TURNS, max_size=20))
 def test_requests_that_come_and_end(
     at_first: int, turns: list[tuple[list[int], int, bool]]
