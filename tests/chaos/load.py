@@ -205,7 +205,7 @@ class Load:
         except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
             error = f"{type(caught).__name__}: {caught}"
         seconds = time.monotonic() - started
-        found = verdict(text == talk.text, error, seconds, self.bound_seconds)
+        found = verdict(talk.is_right(text), error, seconds, self.bound_seconds)
         self._count(
             *(found, error),
             lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}",

@@ -54,6 +54,11 @@ class Talk:
     body: Mapping[str, Any]
     text: str = ""
 
+    def is_right(self, text: str) -> bool:
+        """True for the right text. Of a call's arguments vLLM shows a stream what was generated,
+        and a whole answer the value of that, written anew."""
+        return text == self.text or ("tools" in self.body and _value(text) == _value(self.text))
+
     def ask(self, url: str, seconds: float) -> str:
         """The text of a streamed answer.
 
@@ -69,6 +74,13 @@ class Talk:
     def ask_whole(self, url: str, seconds: float) -> str:
         answer = post(f"{url}{self.path}", dict(self.body), timeout_seconds=seconds).json()
         return "".join(_texts(answer))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _texts_of_stream(url: str, lines: Iterable[str]) -> Iterator[str]:
