@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.contract import scheduler_engine
 from tests.contract.scheduler_engine import BLOCK, NUM_BLOCKS, cache_of
+from tests.kit.descriptors import expand_rows
 from vllm_commext.nixl.geometry.layout import (
     STATE,
     TOKENS,
@@ -37,7 +38,6 @@ from vllm_commext.nixl.geometry.layout import (
     StateGeometry,
     StatePart,
     UInt64Array,
-    expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan, plan_read
 from vllm_commext.nixl.requests import Load

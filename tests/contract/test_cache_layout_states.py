@@ -14,13 +14,13 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kin
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 
 from tests.contract.vllm_caches import make_caches, state_views
+from tests.kit.descriptors import expand_rows
 from vllm_commext.compat import kv_connector
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import (
     CacheLayout,
     StateGeometry,
     check_layout,
-    expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
 from vllm_commext.nixl.geometry.topology import Rank, sources

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from tests.kit.descriptors import expand_rows
 from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
@@ -30,7 +31,6 @@ from vllm_commext.nixl.geometry.layout import (
     CacheLayout,
     Family,
     Group,
-    expand_rows,
 )
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.mapped import Mapped, MappedReader, Mapper, place_of_process

@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -50,8 +49,6 @@ KINDS: dict[str, tuple[Model, tuple[int, ...], tuple[int, ...], dict[str, Any], 
     "dense": (DENSE, (6,), (1,), {"order": "LBNHC"}, [Span(41, 41, (0,), (0,))]),
 }
 MIXED = ["attention", "hybrid"]
-FORMS = ("strided", "expanded")
-"""Both forms of NIXL's descriptor lists; older NIXL takes the second only."""
 Size = tuple[int, list[int]]
 """An engine's tensor-parallel size, and the layers behind which a stage ends."""
 STAGED: list[tuple[Size, Size]] = [
@@ -95,15 +92,8 @@ def assert_all_is_right(cluster: Cluster) -> None:
     assert sum(worker.recorded["bytes"] for worker in cluster.decode.workers) > 0
 
 
-@pytest.mark.parametrize(
-    ("caches", "sizes"), crossed(list(product(FORMS, MIXED)), PAIRS, most=8), ids=str
-)
-def test_every_byte_arrives_and_every_rank_is_released(
-    monkeypatch: pytest.MonkeyPatch, caches: tuple[str, str], sizes: tuple[int, int]
-) -> None:
-    form, kind = caches
-    strided = form == "strided"
-    monkeypatch.setattr("vllm_commext.nixl.transport.agent.takes_strided_lists", lambda: strided)
+@pytest.mark.parametrize(("kind", "sizes"), crossed(MIXED, PAIRS), ids=str)
+def test_every_byte_arrives_and_every_rank_is_released(kind: str, sizes: tuple[int, int]) -> None:
     with Cluster(case_between(kind, *sizes)) as cluster:
         cluster.run()
         assert_all_is_right(cluster)

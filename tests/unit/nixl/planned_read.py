@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.kit.descriptors import expand_rows
 from tests.unit.nixl.cluster_cases import Case, Request
 from tests.unit.nixl.reference_cache import Cache
 from tests.unit.nixl.reference_layout import describe
 from tests.unit.nixl.reference_meaning import Int64Array, differences
-from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array
 from vllm_commext.nixl.geometry.plan import Blocks, Pairs, plan_read
 from vllm_commext.nixl.geometry.topology import Rank, Sources, sources
 

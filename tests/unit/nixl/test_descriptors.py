@@ -1,47 +1,12 @@
-"""Descriptor lists against lists written out one by one."""
+"""Descriptors, and the NIXL that takes them."""
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
-from vllm_commext.nixl.geometry.layout import expand_rows, strided_row
-
-ROWS = st.lists(
-    st.tuples(
-        st.integers(0, 1 << 47),
-        st.integers(1, 1 << 32),
-        st.integers(0, 7),
-        st.integers(0, 1 << 40),
-        st.integers(0, 9),
-    ),
-    max_size=6,
-)
-Row = tuple[int, int, int, int, int]
-
-
-def written_out(rows: list[Row]) -> list[tuple[int, int, int]]:
-    return [
-        (address + number * stride, num_bytes, device)
-        for address, num_bytes, device, stride, count in rows
-        for number in range(count)
-    ]
-
-
-def expanded(rows: list[Row]) -> list[tuple[int, ...]]:
-    found = expand_rows(np.array(rows, dtype=np.uint64).reshape(-1, 5))
-    assert (found.shape[1], found.dtype) == (3, np.uint64)
-    return [tuple(map(int, row)) for row in found]
-
-
-@given(ROWS)
-@settings(max_examples=60)
-def test_expanded_rows_are_the_descriptors_one_by_one(rows: list[Row]) -> None:
-    assert expanded(rows) == written_out(rows)
-
-
-def test_addresses_of_the_upper_half_survive() -> None:
-    rows = [(0xFFFF_8000_0000_0000, 1 << 20, 0, 1 << 40, 3)]
-    assert expanded(rows) == written_out(rows)
+from tests.kit.descriptors import expand_rows
+from vllm_commext.errors import UnsupportedError
+from vllm_commext.nixl.geometry.layout import strided_row
+from vllm_commext.nixl.transport import agent
 
 
 def test_neighbours_as_one_row() -> None:
@@ -50,3 +15,13 @@ def test_neighbours_as_one_row() -> None:
     assert [tuple(map(int, one)) for one in expand_rows(row)] == [
         ((1 << 63) + 5 + 8 * number, 8, 2) for number in range(3)
     ]
+
+
+@pytest.mark.parametrize("version", ["1.4.2", "0.9"])
+def test_an_older_nixl_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(agent.importlib.metadata, "version", lambda _: version)
+    words = f"expected NIXL 1.5 or newer, got {version}: `pip install nixl==1.5.1`"
+    with pytest.raises(UnsupportedError, match=words):
+        agent.load_nixl()

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.descriptors import expand_rows
 from tests.kit.examples import examples
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.geometry.layout import UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import UInt64Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport import gather
 from vllm_commext.nixl.transport.gather import Batch, Places, Region, batches, mapped_rows

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array, expand_rows
+from vllm_commext.nixl.geometry.layout import Int32Array, UInt64Array
 from vllm_commext.nixl.log import logger
 from vllm_commext.settings import INSTALL_NIXL
 
@@ -118,8 +118,7 @@ def parse_transports(lanes: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_LANE.findall(lanes)))
 
 
-STRIDED_SINCE = (1, 5)
-MAX_EXPANDED = 1 << 26  # descriptors in a list where each takes a row: 1.5 GiB of them
+OLDEST = (1, 5)  # the first release of NIXL that takes strided descriptors
 ucx_log = UcxLog()
 DONE = "DONE"
 IN_PROGRESS = "PROC"
@@ -127,6 +126,7 @@ IN_PROGRESS = "PROC"
 
 def load_nixl() -> Any:
     """Import NIXL's Python interface; raises UnsupportedError."""
+    _check_version()
     # UCX keeps every registration it ever made unless told otherwise; this bounds what it keeps.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     # Meeting a peer waits for a TCP connection, and every transfer of this worker with it: for 7 s
@@ -142,13 +142,14 @@ def load_nixl() -> Any:
         ) from error
 
 
-def takes_strided_lists() -> bool:
-    """Whether the installed NIXL takes a row a region instead of a row a block."""
-    try:
-        version = Version(importlib.metadata.version("nixl"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return version.release >= STRIDED_SINCE
+def _check_version() -> None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = importlib.metadata.version("nixl")
+        if Version(found).release < OLDEST:
+            raise UnsupportedError(
+                f"CommextNixlConnector: expected NIXL {OLDEST[0]}.{OLDEST[1]} or newer, got {found}: "
+                f"`{INSTALL_NIXL}`"
+            )
 
 
 @contextlib.contextmanager
@@ -185,7 +186,6 @@ class NixlAgent:
     def __init__(self, config: ConnectorConfig) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
-        self._strided = takes_strided_lists()
         settings = api.nixl_agent_config(backends=[], capture_telemetry=True)
         try:
             with progress_every(api, PROGRESS_SECONDS):
@@ -231,14 +231,6 @@ class NixlAgent:
 
     def prepare(self, name: str, rows: UInt64Array, memory_type: str) -> Any:
         """Prepare ``[n, 5]`` strided descriptors of a peer's agent, "" for this one."""
-        if not self._strided:
-            num_rows = int(rows[:, 4].sum())
-            if num_rows > MAX_EXPANDED:
-                raise UnsupportedError(
-                    f"{num_rows} descriptors are needed, and this NIXL takes them one by one, "
-                    f"expected at most {MAX_EXPANDED}: install nixl >= 1.5"
-                )
-            rows = expand_rows(rows)
         return self._agent.prep_xfer_dlist(name, rows, memory_type)
 
     def prepare_own(self, rows: UInt64Array) -> Any:
