@@ -1,4 +1,5 @@
-"""Counts and timings of one worker's transfers since they were last taken; safe for threads."""
+"""The connector's metrics: counts and timings of one worker since they were last taken; safe for
+threads."""
 
 from __future__ import annotations
 
@@ -14,50 +15,71 @@ FIRST_TOKENS = "first_tokens"
 HANDOVERS = "handovers"
 GAUGES = "gauges"
 STREAMS = "streams"
-
-
-HISTOGRAMS = {
-    "transfer_seconds": "Time from posting a read of KV blocks to its end.",
-    "post_seconds": "Time to describe and post a read of KV blocks.",
-    "handshake_seconds": "Time from asking a new prefill engine to its answer.",
-    "queue_seconds": "Time from KV load start to posting the read, handshake included.",
-    "handover_seconds": "Time from request arrival at the decode engine to KV blocks ready "
-    "(whole-prompt transfers).",
-    "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
+HISTOGRAM, COUNTER, GAUGE = "histogram", "counter", "gauge"
+METRICS = {
+    HISTOGRAM: {
+        "transfer_seconds": "Time from posting a read of KV blocks to its end.",
+        "post_seconds": "Time to describe and post a read of KV blocks.",
+        "handshake_seconds": "Time from asking a new prefill engine to its answer.",
+        "queue_seconds": "Time from KV load start to posting the read, handshake included.",
+        "handover_seconds": "Time from request arrival at the decode engine to KV blocks ready "
+        "(whole-prompt transfers).",
+        "lease_age_seconds": "Age of a request's lease when its readers released it or it ran out.",
+    },
+    COUNTER: {
+        "bytes": "Bytes of KV cache read from prefill engines.",
+        "hidden_bytes": "KV bytes whose read started before the prompt was computed.",
+        "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
+        "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
+        "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
+        "merged_descriptors": "Descriptors of the reads, after NIXL has merged neighbours.",
+        "retries": "Reads that were tried again over a new connection.",
+        "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
+        "released_requests": "Prefilled requests that a router released unread.",
+        "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
+        "unmatched_notifications": "Notifications that fitted no request or were not valid.",
+        "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
+        "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
+        "side_channel_rejects": "Frames that the side channel refused.",
+        "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
+        "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
+        "reuse_recomputed_blocks": "Blocks on offer that were overwritten or lost, and recomputed.",
+        FAILURES: "Loads of KV blocks that failed.",
+        FIRST_TOKENS: "Requests with a remote prefill, by where their first token comes from.",
+        HANDOVERS: "Requests that are handed over, by chunks or whole, by why.",
+    },
+    GAUGE: {
+        "transfers_in_flight": "Reads of KV blocks under way.",
+        "held_requests": "Prefilled requests whose blocks wait for their readers.",
+        "quarantined_blocks": "Blocks kept out of use as a late read may still write to them.",
+        STREAMS: "1 where prompts are read while they are computed, 0 where this model's are not, "
+        "which is known from the first step on.",
+        "peers": "Prefill workers that this engine's workers know, by state.",
+        "info": "Side channels, and whether prompts are read while they are computed (streams), "
+        "blocks are on offer (reuse) and prefills are known by keys (releases); always 1.",
+    },
 }
-COUNTERS = {
-    "bytes": "Bytes of KV cache read from prefill engines.",
-    "hidden_bytes": "KV bytes whose read started before the prefill engine finished the prompt.",
-    "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
-    "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
-    "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
-    "merged_descriptors": "Descriptors of the reads that NIXL moved, after it merged neighbours.",
-    "retries": "Reads that were tried again over a new connection.",
-    "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
-    "released_requests": "Prefilled requests that a router released, as nobody was to read them.",
-    "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
-    "unmatched_notifications": "Notifications that fitted no request or were not valid.",
-    "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
-    "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
-    "side_channel_rejects": "Frames that the side channel refused.",
-    "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
-    "reuse_blocks": "Blocks that other engines had on offer, read and proven.",
-    "reuse_recomputed_blocks": "Blocks on offer for reuse that were overwritten or lost, and "
-    "recomputed.",
+"""Each metric's help, by kind and name."""
+LABELS = {
+    FAILURES: ("reason",),
+    FIRST_TOKENS: ("way",),
+    HANDOVERS: ("way",),
+    "peers": ("state",),
+    "info": ("host", "port", "seal", STREAMS, "reuse", "releases"),
 }
+"""Labels beside vLLM's."""
 
 
 def empty_data() -> dict[str, Any]:
     """A record of nothing; plain values, so that it can cross processes.
 
-    Keys: those that end in ``_seconds``: one float an event; ``failures``: a sum a reason;
-    ``first_tokens``: a sum a ``FirstToken``; ``handovers``: a sum a ``Handover``; ``gauges``: the
-    last values of every source (the workers and the scheduler side), or nothing where none has
-    changed; the others: sums.
+    Of a histogram one float an event; of a counter a sum, or one by the value of its label;
+    ``gauges``: the last values of every source (the workers and the scheduler side), or nothing
+    where none has changed.
     """
-    reasons = {name: dict[str, int]() for name in (FAILURES, FIRST_TOKENS, HANDOVERS, GAUGES)}
-    seconds = {name: list[float]() for name in HISTOGRAMS}
-    return {**seconds, **dict.fromkeys(COUNTERS, 0), **reasons}
+    seconds = {name: list[float]() for name in METRICS[HISTOGRAM]}
+    counts = {name: {} if name in LABELS else 0 for name in METRICS[COUNTER]}
+    return {**seconds, **counts, GAUGES: {}}
 
 
 def is_empty(data: dict[str, Any]) -> bool:
