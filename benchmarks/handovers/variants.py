@@ -112,8 +112,9 @@ def _proxy(setup: Setup, name: str, servers: Mapping[str, Server]) -> Server:
 
 def read_figures(name: str, added: Metrics) -> dict[str, float]:
     """What a decode server's metrics say of the reads between two readings, a request at a time:
-    milliseconds to post and to end, bytes, descriptors as NIXL moved them; of ours, how many first
-    tokens came from the prefill server, and which part of the bytes was read through mappings."""
+    milliseconds to post and to end, bytes, descriptors (of ours before NIXL merges neighbours); of
+    ours, how many first tokens came from the prefill server, and which part of the bytes was read
+    through mappings."""
     from_prefill: dict[str, float] = {}
     if name in _ALL_OURS:
         requests = added.total(f"{_OURS}first_tokens_total")
@@ -124,7 +125,7 @@ def read_figures(name: str, added: Metrics) -> dict[str, float]:
         num_bytes = added.total(f"{_OURS}bytes_total")
         mapped = added.total(f"{_OURS}mapped_bytes_total")
         from_prefill["mapped %"] = 100 * mapped / num_bytes if num_bytes else 0.0
-        descriptors = added.total(f"{_OURS}merged_descriptors_total")
+        descriptors = added.total(f"{_OURS}descriptors_total")
     else:
         count = added.total(f"{_THEIRS}xfer_time_seconds_count")
         seconds, post = (

@@ -247,7 +247,7 @@ def recorded() -> dict[str, Any]:
     recorder.observe(handshake_seconds=0.01)
     for _ in range(2):
         recorder.observe(transfer_seconds=0.5, post_seconds=0.02)
-        recorder.count(bytes=1000, descriptors=6, merged_descriptors=2)
+        recorder.count(bytes=1000, descriptors=6)
     recorder.observe(queue_seconds=0.03, lease_age_seconds=1.5)
     recorder.count(retries=1, blocks=6, expired_requests=1, side_channel_rejects=7)
     recorder.count(unmatched_notifications=5)
@@ -300,7 +300,6 @@ def test_metrics_reach_prometheus() -> None:
         "descriptors_total": 24,
         "expired_requests_total": 2,
         "unmatched_notifications_total": 10,
-        "merged_descriptors_total": 8,
         "queue_seconds_count": 2,
         "lease_age_seconds_sum": 3.0,
         "retries_total": 2,

@@ -32,7 +32,6 @@ METRICS = {
         "mapped_bytes": "KV bytes read through CUDA IPC mappings instead of NIXL.",
         "blocks": "Blocks of this engine's KV cache that were read from prefill engines.",
         "descriptors": "Descriptors of the reads, before NIXL merges neighbours.",
-        "merged_descriptors": "Descriptors of the reads, after NIXL has merged neighbours.",
         "retries": "Reads that were tried again over a new connection.",
         "expired_requests": "Prefilled requests whose lease expired before the blocks were read.",
         "released_requests": "Prefilled requests that a router released unread.",

@@ -39,7 +39,6 @@ AGENT = [
     "release_list",
     "make_read",
     "post",
-    "num_merged",
     "release_read",
     "notify",
     "notifications",

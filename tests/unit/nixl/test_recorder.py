@@ -42,7 +42,7 @@ RECORDS = st.fixed_dictionaries(
 
 def transfer(recorder: TransferRecorder) -> None:
     recorder.observe(transfer_seconds=2.0, post_seconds=0.5)
-    recorder.count(bytes=100, descriptors=6, merged_descriptors=2)
+    recorder.count(bytes=100, descriptors=6)
 
 
 def test_everything_recorded_is_taken_once() -> None:
@@ -61,7 +61,6 @@ def test_everything_recorded_is_taken_once() -> None:
         "post_seconds": [0.5, 0.5],
         "bytes": 200,
         "descriptors": 12,
-        "merged_descriptors": 4,
         "expired_requests": 1,
         "first_tokens": {"prefill": 2, "seeded": 1},
     }

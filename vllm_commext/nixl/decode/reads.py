@@ -103,7 +103,6 @@ class BlockRead:
     progressed: float
     mark: int
     proof: Proof | None
-    num_merged: int = 0
     cells: list[int] | None = None
     is_late: bool = False
     is_hidden: bool = False
@@ -219,7 +218,6 @@ class ReadSet:
             hidden_bytes=read.num_bytes * read.is_hidden,
             mapped_bytes=read.num_bytes * read.reader.is_mapped,
             descriptors=read.num_descriptors,
-            merged_descriptors=read.num_merged,
         )
 
     def take_late(self) -> list[BlockRead]:
@@ -258,9 +256,7 @@ class ReadSet:
             error = read.posting.look()
             if error is None:
                 return None
-            name = "NIXL"
-            if read.cells is None:
-                read.num_merged, name = read.posting.num_merged, read.reader.name
+            name = read.reader.name if read.cells is None else "NIXL"
             read.posting = None
             if error:
                 return End(Failure("transfer", ProtocolError(f"{name}: {error}")))

@@ -186,7 +186,7 @@ class NixlAgent:
     def __init__(self, config: ConnectorConfig) -> None:
         api = load_nixl()
         self.name = str(uuid.uuid4())
-        settings = api.nixl_agent_config(backends=[], capture_telemetry=True)
+        settings = api.nixl_agent_config(backends=[])
         try:
             with progress_every(api, PROGRESS_SECONDS):
                 self._agent = api.nixl_agent(self.name, settings)
@@ -256,14 +256,6 @@ class NixlAgent:
 
     def state(self, read: Any) -> str:
         return self._agent.check_xfer_state(read)
-
-    def num_merged(self, read: Any) -> int:
-        """Descriptors that NIXL moved in a read that has ended, after it merged neighbours; 0
-        where this NIXL does not say."""
-        try:
-            return self._agent.get_xfer_telemetry(read).descCount
-        except Exception:  # noqa: BLE001 NIXL raises many types; it is a count for people
-            return 0
 
     def release_read(self, read: Any) -> None:
         self._agent.release_xfer_handle(read)

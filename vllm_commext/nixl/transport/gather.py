@@ -302,9 +302,6 @@ class Gatherer:
         gather.has_ended = gather.has_ended or self._device.is_done(gather.slab)
         return DONE if gather.has_ended else IN_PROGRESS
 
-    def num_merged(self, gather: Gather) -> int:
-        return len(gather.batch.places)
-
     def release_read(self, gather: Gather) -> None:
         """Keep the slab for another launch, unless this one may still use it."""
         if gather.has_ended or not gather.is_launched:

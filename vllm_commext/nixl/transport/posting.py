@@ -48,8 +48,6 @@ class Poster(Protocol):
 
     def state(self, read: Any, /) -> str: ...
 
-    def num_merged(self, read: Any, /) -> int: ...
-
     def release_read(self, read: Any, /) -> None:
         """Give a piece back that has ended, or was not posted."""
 
@@ -96,7 +94,6 @@ class Posting:
         self._poster = poster
         self._handles: list[Any] = []
         self._error = ""
-        self.num_merged = 0
         try:
             for handle in pieces:
                 self._post(handle)
@@ -124,13 +121,9 @@ class Posting:
             if state == IN_PROGRESS:
                 return None
             handle = self._handles.pop(0)
-            try:
-                if state == DONE:
-                    self.num_merged += self._poster.num_merged(handle)
-                else:
-                    self._error = self._error or text or state
-            finally:
-                self._release(handle)
+            if state != DONE:
+                self._error = self._error or text or state
+            self._release(handle)
             if self._handles:
                 pause()
         return self._error
