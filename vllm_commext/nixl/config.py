@@ -90,24 +90,13 @@ class ConnectorConfig:
 
 _TYPES = get_type_hints(ConnectorConfig, include_extras=True)
 KNOWN_KEYS = tuple(sorted(_TYPES))
-_PIECES = (
-    "small pieces are read through mapped memory on one host (mapped_reads), else one by one: "
-    "start engines on different hosts with equal tensor-parallel sizes"
-)
 GONE = {
-    "gathered_reads": _PIECES,
-    "gather_slots": _PIECES,
-    "gather_slot_bytes": _PIECES,
-    "gather_min_pieces": _PIECES,
-    "wire_compression": "the KV cache is sent as it is; a smaller one is --kv-cache-dtype fp8",
     "num_threads": 'it is one of backend_params: {"num_threads": "8"}',
     "progress_interval": "NIXL's progress thread looks every 0.02 s, and at once at what arrives",
     "peer_idle_timeout": "a prefill worker that no request needs is forgotten after half an hour",
     "max_peers": "a worker knows up to 128 prefill workers, the ones needed last",
-    "reuse_min_tokens": "only blocks of answers that go on at another engine are read, and all of "
-    "them: leave it out",
 }
-"""Keys of earlier releases, and what takes their place."""
+"""Keys of the last release, and what takes their place."""
 
 
 def parse_config(
