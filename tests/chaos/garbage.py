@@ -47,8 +47,8 @@ def notifications() -> list[bytes]:
         Released(request_id="", consumer="", num_consumers=-1),
         Released(request_id="r" * 1000, consumer="c" * 1000, num_consumers=1 << 60),
         Released(request_id="cmpl-2", consumer="d/1", num_consumers=2, version=99),
-        KeepAlive(consumer="d/0", sender="s", sequence=1, request_ids=["cmpl-1", ""]),
-        KeepAlive(consumer="", sender="", sequence=-1, request_ids=["r"] * 500),
+        KeepAlive(consumer="d/0", request_ids=["cmpl-1", ""]),
+        KeepAlive(consumer="", request_ids=["r"] * 500),
     )
     return [wire.encode(frame) for frame in frames]
 

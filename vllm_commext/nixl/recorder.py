@@ -38,7 +38,7 @@ METRICS = {
         "unknown_releases": "Releases by a router of prefills that are not known, or no more.",
         "unmatched_notifications": "Notifications that fitted no request or were not valid.",
         "heartbeats": "Leases of prefilled requests that a decode engine's heartbeat extended.",
-        "ignored_heartbeats": "Heartbeats that fitted no lease, or came twice or out of order.",
+        "ignored_heartbeats": "Heartbeats that fitted no lease.",
         "side_channel_rejects": "Frames that the side channel refused.",
         "reuse_lookups": "Requests for which other engines were asked which blocks they have.",
         "reuse_blocks": "Blocks that other engines had on offer, read and proven.",

@@ -25,7 +25,7 @@ from vllm_commext.nixl.wire.messages import (
 
 REQUEST = wire.DescribeRequest(engine_id="engine-ä", tp_rank=3)
 RELEASED = Released(request_id="r1", consumer="d/0", num_consumers=2)
-KEEP_ALIVE = KeepAlive(consumer="d/0", sender="s", sequence=7, request_ids=["r1", "r2"])
+KEEP_ALIVE = KeepAlive(consumer="d/0", request_ids=["r1", "r2"])
 REFUSED = wire.Refused(reason="no")
 DESCRIBED = describe(b"a description", "start-1")
 
@@ -189,9 +189,8 @@ def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:
         Released(request_id="r", consumer="c", num_consumers=-1),
         Released(request_id="r", consumer="c", num_consumers=1025),
         Released(request_id="r", consumer="c", num_consumers=1 << 60),
-        KeepAlive(consumer="c" * 129, sender="s", sequence=1, request_ids=[]),
-        KeepAlive(consumer="c", sender="s" * 129, sequence=1, request_ids=[]),
-        KeepAlive(consumer="c", sender="s", sequence=1, request_ids=["r", "r" * 129]),
+        KeepAlive(consumer="c" * 129, request_ids=[]),
+        KeepAlive(consumer="c", request_ids=["r", "r" * 129]),
     ],
 )
 def test_notifications_of_any_length_are_refused(

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import sys
 import time
@@ -63,7 +62,6 @@ class KeepAlive:
         self._peers = peers
         self._used_at = used_at
         self._next: dict[PeerKey, float] = {}
-        self._sequence = itertools.count(1)
         self.is_on = True
 
     def watch(self, use: Use) -> None:
@@ -96,12 +94,8 @@ class KeepAlive:
     def _send(self, link: Link, names: list[str]) -> None:
         try:
             for begin in range(0, len(names), MAX_IDS):
-                message = wire.KeepAlive(
-                    consumer=self._consumer,
-                    sender=self._agent.name,
-                    sequence=next(self._sequence),
-                    request_ids=names[begin : begin + MAX_IDS],
-                )
+                part = names[begin : begin + MAX_IDS]
+                message = wire.KeepAlive(consumer=self._consumer, request_ids=part)
                 self._agent.notify(link.agent_name, wire.encode(message))
         except Exception as error:  # noqa: BLE001 NIXL raises many types; the peer is asked again
             logger.info("prefill engine %s takes no heartbeats: %s", link.key, error)

@@ -21,7 +21,6 @@ from vllm_commext.nixl.wire.messages import KeepAlive, Released, decode_notifica
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""
 MAX_EARLY_CONSUMERS = 16384  # consumers kept of all of them
-MAX_SENDERS = 64  # senders of heartbeats known for one request; further ones are ignored
 
 
 @dataclass
@@ -30,7 +29,6 @@ class _Lease:
     duration: float
     deadline: float
     released_by: set[str] = field(default_factory=set)
-    last_beats: dict[str, int] = field(default_factory=dict)
 
 
 class LeaseLedger:
@@ -80,23 +78,16 @@ class LeaseLedger:
     def drop(self, request_id: str) -> bool:
         return self._leases.pop(request_id, None) is not None
 
-    def extend(self, request_id: str, beat: KeepAlive, now: float) -> bool:
+    def extend(self, request_id: str, consumer: str, now: float) -> bool:
+        """Renew a lease for a reader that has not released it."""
         lease = self._leases.get(request_id)
-        if lease is None or not self._is_new(lease, beat):
+        if lease is None or consumer in lease.released_by:
             self.counts["ignored_heartbeats"] += 1
             return False
-        lease.last_beats[beat.sender] = beat.sequence
         latest = lease.begun + self._max_age
         lease.deadline = max(lease.deadline, min(now + lease.duration, latest))
         self.counts["heartbeats"] += 1
         return True
-
-    @staticmethod
-    def _is_new(lease: _Lease, beat: KeepAlive) -> bool:
-        last = lease.last_beats.get(beat.sender)
-        if last is None and len(lease.last_beats) >= MAX_SENDERS:
-            return False
-        return beat.consumer not in lease.released_by and (last is None or beat.sequence > last)
 
     def expire(self, now: float, early_seconds: float) -> dict[str, float]:
         """End the leases that ran out, and forget early releases older than ``early_seconds``.
@@ -206,7 +197,7 @@ class LeaseManager:
             self._release(notification, now)
         else:
             for request_id in notification.request_ids:
-                self._leases.extend(request_id, notification, now)
+                self._leases.extend(request_id, notification.consumer, now)
 
     def _release(self, released: Released, now: float) -> None:
         request_id = released.request_id

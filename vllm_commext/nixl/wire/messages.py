@@ -217,15 +217,9 @@ class Released(Frame, tag="released", frozen=True):
 
 class KeepAlive(Frame, tag="keep_alive", frozen=True):
     """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks or
-    reads them.
-
-    Attributes:
-        sender: differs at every start of the reader.
-    """
+    reads them."""
 
     consumer: Id
-    sender: Id
-    sequence: int
     request_ids: list[Id]
 
 
