@@ -83,13 +83,12 @@ def test_a_remote_request_is_kept_for_one_that_waits(
     ("change", "settings", "reason"),
     [
         ({"block_ids": ((99,),)}, {}, "request"),
-        ({"tp_size": 2}, {}, "request"),
         ({"tp_size": 3}, {}, "configuration"),
         ({}, {"facts": {**FACTS, "dtype": "int8"}}, "configuration"),
         ({}, {"layer_names": ["layer0", "layer1", "other"]}, "handshake"),
         ({"fence_slot": 1 << 20}, {}, "request"),
     ],
-    ids=["blocks", "ranks", "uneven", "facts", "layers", "fence"],
+    ids=["blocks", "uneven", "facts", "layers", "fence"],
 )
 def test_a_load_that_fails_releases_at_once(
     make_engine: MakeEngine, change: dict[str, Any], settings: dict[str, Any], reason: str

@@ -101,16 +101,6 @@ def test_one_that_waits_keeps_every_source() -> None:
     assert due(prefill, later()) == [0]
 
 
-def test_sources_under_wrong_parameters() -> None:
-    wrong, right = transfer_of(2), transfer_of(4)
-    for shard in wrong.begin(load_named("r")):
-        wrong.give_up_sources()
-        wrong.close(shard, FIRST)
-    assert due(wrong, later()) == []
-    right.release_unused()
-    assert due(right, now()) == [0, 1, 2, 3]
-
-
 def test_what_tells_remote_requests_apart() -> None:
     other = RemoteRequest("p", "", "h", 5600, 4, "other", ((1,),), 16)
     assert identity(REMOTE) != identity(other)

@@ -215,12 +215,3 @@ class RemotePrefill:
         for source in due:
             source.release_at = math.inf
         return [source for source in due if not source.is_gone]
-
-    def give_up_sources(self) -> None:
-        for source in self.sources.values():
-            source.is_gone = True
-
-    def release_unused(self) -> None:
-        for source in self.sources.values():
-            if not source.num_users:
-                source.release_at = 0.0

@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from vllm_commext.errors import CommextError, ProtocolError, UnsupportedError
 from vllm_commext.nixl.decode.links import Link, LocalWorker
@@ -180,22 +179,16 @@ class Uses:
             self._end(use, shard.load)
         self._release(prefill, time.perf_counter())
 
-    def check_size(self, shard: ShardRead, link: Link) -> None:
-        """Refuse a wrong number of workers; those that there are keep the blocks in vain; raises
-        ProtocolError."""
-        prefill, remote, there = shard.use.prefill, shard.remote, link.plan.remote
-        if (remote.tp_size, remote.pp_size) == (there.tp_size, there.pp_size):
-            return
-        if not all(source.is_gone for source in prefill.sources.values()):
-            prefill.give_up_sources()
-            right = self._prefill_of(replace(remote, tp_size=there.tp_size, pp_size=there.pp_size))
-            right.release_unused()
-            self._release(right, time.perf_counter())
-        raise ProtocolError(
-            f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
-            f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
-            "router pass both on"
-        )
+    @staticmethod
+    def check_size(shard: ShardRead, link: Link) -> None:
+        """Refuse a wrong number of workers; raises ProtocolError."""
+        remote, there = shard.remote, link.plan.remote
+        if (remote.tp_size, remote.pp_size) != (there.tp_size, there.pp_size):
+            raise ProtocolError(
+                f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
+                f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
+                "router pass both on"
+            )
 
     def send_release(self, prefill: RemotePrefill, source: SourceWorker) -> None:
         """Tell a prefill worker that this one needs the request's blocks no longer, now or as soon
