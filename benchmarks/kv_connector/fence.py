@@ -32,7 +32,6 @@ from vllm_commext.nixl.wire.description import (
     FENCES,
     WorkerDescription,
     open_description,
-    tables_in,
 )
 
 COLUMNS = ("with", "without")
@@ -128,7 +127,7 @@ def _alone(source: peer.Source, transport: str, count: int) -> Iterator[Sample]:
     agent.connect(name)
     own = FenceTable().table
     own.register(agent)
-    fences = own.of_peer(agent, name, tables_in(described)[FENCES])
+    fences = own.of_peer(agent, name, described.tables[FENCES])
     for number in range(-2, count):
         started = time.perf_counter()
         cells = own.take()

@@ -119,7 +119,7 @@ def _describe(agent: NixlAgent, local: LocalWorker) -> WorkerDescription:
         memory_type="DRAM",
         device_id=0,
         layout=local.layout,
-        **local.tables.described(),
+        tables=local.tables.places,
     )
 
 

@@ -65,6 +65,7 @@ def test_a_prefilled_request_is_kept_and_described(
         "remote_fence_slot": 0,
         "remote_fence_nonce": f"{nonce:016x}",
         "tp_size": 1,
+        "pp_size": 1,
         "transfer_mode": "pull",
     }
     assert engine.step().holds == [Hold("r", 60.0, 0, nonce)]

@@ -238,7 +238,7 @@ class WorkerSide:
             layout=local.layout,
             lease_seconds=self._config.kv_lease_duration,
             mapped=self._mapped.offer,
-            **self._tables.described(),
+            tables=self._tables.places,
         )
 
     def _probe(self, device: torch.device, peer: Link) -> Generator[None]:

@@ -138,7 +138,7 @@ class Worker:
                 layout=layout,
                 lease_seconds=config.kv_lease_duration,
                 mapped=self.offer,
-                **self.tables.described(),
+                tables=self.tables.places,
             )
         )
         self.recorder, self.outcomes = TransferRecorder(), Outcomes()

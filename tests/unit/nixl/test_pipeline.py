@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-import msgspec
 import pytest
 import torch.distributed
 
@@ -96,11 +95,3 @@ def test_a_stage_without_caches_is_refused() -> None:
         UnsupportedError, match=r"each of 3 pipeline stages, got none in stage 1: .*"
     ):
         Pipeline(3, 1).check_caches(0)
-
-
-def test_a_worker_of_another_version_says_nothing_of_stages() -> None:
-    layout = describe(named_case(HYBRID, (1, 2), alike=True).decode, 1)
-    older = msgspec.to_builtins(layout)
-    del older["pp_rank"], older["stages"]
-    read = msgspec.convert(older, CacheLayout)
-    assert (read.pp_rank, read.pp_size, read.worker) == (0, 1, 1)

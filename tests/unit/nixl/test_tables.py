@@ -1,16 +1,11 @@
-"""What peers read beside the cache: which cells are free, and what a description says of it."""
+"""What peers read beside the cache: which cells are free, and where records go."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from tests.unit.nixl.test_wire_description import DESCRIPTION
-from vllm_commext.nixl.prefill.fence import NUM_SLOTS, GenerationTable
-from vllm_commext.nixl.stream.progress import ProgressTable, WorkerTables
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.description import tables_in
 
 
 def test_cells_are_taken_whole_or_not_at_all() -> None:
@@ -73,22 +68,3 @@ def test_records_of_a_peer_are_read_into_cells(
         for cell, n in ((2, 0), (0, 5))
     ]
     assert remote.make_read([2, 0], [0, 5]) == expected
-
-
-def test_a_description_says_where_each_table_is() -> None:
-    progress, generations = ProgressTable(3, num_rows=5), GenerationTable(7, 4)
-    every, least = WorkerTables(progress, generations), WorkerTables()
-    fields = every.described()
-    assert fields == {
-        "fence_address": every.fences.nonces.ctypes.data,
-        "num_fence_slots": NUM_SLOTS,
-        "stream_headers": progress.headers.ctypes.data,
-        "num_stream_rows": 5,
-        "stream_entries": progress.entries.ctypes.data,
-        "pieces_per_row": 3,
-        "generations": generations.generations.ctypes.data,
-        "num_generations": 7,
-    }
-    for tables in (every, least):
-        found = tables_in(replace(DESCRIPTION, **tables.described()))
-        assert found == {name: table.place for name, table in tables.by_name.items()}

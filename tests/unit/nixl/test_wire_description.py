@@ -24,6 +24,7 @@ from vllm_commext.nixl.geometry.layout import (
 from vllm_commext.nixl.geometry.plan import MAX_PLAN_ROWS, Blocks, plan_read
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.description import (
+    FENCES,
     MappedOffer,
     MappedRegion,
     WorkerDescription,
@@ -65,8 +66,7 @@ DESCRIPTION = WorkerDescription(
     memory_type="DRAM",
     device_id=0,
     layout=LAYOUT,
-    fence_address=1 << 62,
-    num_fence_slots=65536,
+    tables={FENCES: ((1 << 62) - 1, 65536)},
 )
 OFFER = MappedOffer(
     place="a kernel and a namespace",
@@ -88,14 +88,6 @@ def test_a_description_survives_the_round_trip() -> None:
     assert isinstance(reply, wire.Described)
     assert reply.incarnation == "start-1"
     assert open_description(reply) == DESCRIPTION
-
-
-def test_what_a_release_before_offers_beside_is_left_alone() -> None:
-    """Staging memory for pieces, which earlier builds offered."""
-    staging = {"address": 4096, "slot_bytes": 1 << 20, "num_slots": 8, "compresses": True}
-    older = msgspec.to_builtins(DESCRIPTION, builtin_types=(bytes,))
-    older |= {"slot_words": 8192, "num_slot_words": 1, "staging": staging}
-    assert open_description(describe(msgspec.msgpack.encode(older), "start-1")) == DESCRIPTION
 
 
 def test_an_offer_of_mapped_memory_survives_the_round_trip() -> None:
@@ -121,22 +113,6 @@ def test_an_offer_that_is_out_of_range_is_refused(change: dict[str, Any]) -> Non
         open_description(described(mapped=replace(OFFER, **change)))
 
 
-def test_what_an_older_engine_says_opens_without_an_offer_and_the_other_way_round() -> None:
-    """Both have one protocol version: what one does not know it leaves out."""
-    plain = msgspec.msgpack.decode(ENCODED)
-    del plain["mapped"]
-    assert open_description(_unopened(msgspec.msgpack.encode(plain))) == DESCRIPTION
-
-    class Older(msgspec.Struct):
-        """As an engine without mapped reads decodes it."""
-
-        engine_id: str
-        layout: CacheLayout
-
-    newer = encode_description(replace(DESCRIPTION, mapped=OFFER))
-    assert msgspec.msgpack.decode(newer, type=Older).engine_id == "p"
-
-
 def test_any_altered_byte_breaks_the_checksum() -> None:
     for position in range(len(ENCODED)):
         altered = bytearray(ENCODED)
@@ -151,7 +127,9 @@ def test_any_altered_byte_breaks_the_checksum() -> None:
     [
         {"device_id": -1},
         {"device_id": 4096},
-        {"num_fence_slots": -1},
+        {"tables": {FENCES: (4096, 0)}},
+        {"tables": {FENCES: (4096, (1 << 30) + 1)}},
+        {"tables": {FENCES: (1 << 62, 1)}},
         {"layout": replace(LAYOUT, num_blocks=8)},  # test_layout.py has the others
     ],
 )

@@ -24,7 +24,6 @@ from vllm_commext.nixl.wire.description import (
     STREAM_HEADERS,
     STREAM_PIECES,
     WorkerDescription,
-    tables_in,
 )
 
 _log = RateLimitedLog()
@@ -289,7 +288,7 @@ class Links:
         self, name: str, described: WorkerDescription, held: ExitStack
     ) -> dict[str, RemoteTable]:
         found: dict[str, RemoteTable] = {}
-        for kind, place in tables_in(described).items():
+        for kind, place in described.tables.items():
             own = self._local.tables.by_name.get(kind)
             if own is not None:
                 found[kind] = own.of_peer(self._agent, name, place)

@@ -22,7 +22,6 @@ from vllm_commext.nixl.requests import Load, Wait
 from vllm_commext.nixl.reuse import ReuseSide, Running
 from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.wire.params import (
-    OtherProtocolError,
     TransferParams,
     asks_for_stream,
     is_for_prefill,
@@ -234,8 +233,6 @@ class RemotePrompts:
             load.num_tokens = self._match.most_tokens(state.request)
             if isinstance(error, OtherWeightsError):
                 load.remote = error.remote
-            else:
-                self._release(state, error)
             if isinstance(error, OtherPromptError):
                 if load.remote is None:
                     self._engine.recorder.count_reason(FAILURES, "request")
@@ -257,9 +254,8 @@ class RemotePrompts:
         self.quarantine.begin(state)
 
     def _release(self, state: LoadState, answer: object) -> None:
-        """Let the prefill engine free blocks of which nothing is read.  One of another version is
-        asked, too: both logs then say why that cannot be."""
-        if isinstance(answer, TransferParams | OtherProtocolError | OtherWeightsError):
+        """Let the prefill engine free blocks of which nothing is read."""
+        if isinstance(answer, TransferParams | OtherWeightsError):
             load = Load(state.request_id, answer.remote, awaited=False)
             self._engine.step.loads.append(load)
 

@@ -38,7 +38,7 @@ from vllm_commext.nixl.prefill.fence import FenceTable, GenerationTable
 from vllm_commext.nixl.requests import Chunk, Hold, Listed, Restart
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.tables import Table
-from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES, described
+from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 
 NUM_ROWS = 256  # prompts that one engine can stream at a time, at most
 MIN_ROWS = 16
@@ -288,8 +288,9 @@ class WorkerTables:
         for table in self.by_name.values():
             table.register(agent)
 
-    def described(self) -> dict[str, int]:
-        return described({name: table.place for name, table in self.by_name.items()})
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        return {name: table.place for name, table in self.by_name.items()}
 
     def end(self, hold: Hold) -> None:
         if hold.fence_slot >= 0:

@@ -47,6 +47,11 @@ class MappedOffer(msgspec.Struct, frozen=True, kw_only=True):
     token: Annotated[bytes, Meta(min_length=1, max_length=MAX_TOKEN_BYTES)]
 
 
+FENCES, GENERATIONS = "fences", "generations"
+STREAM_HEADERS, STREAM_PIECES = "stream headers", "stream pieces"
+TablePlace = tuple[Bounded, Annotated[int, Meta(ge=1, le=MAX_ROWS * MAX_PIECES)]]
+
+
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a decode worker must know of a prefill worker.
 
@@ -54,10 +59,7 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
         memory_type: NIXL memory type of the cache, "DRAM" or "VRAM".
         lease_seconds: how long the worker keeps a request's blocks after the last sign of a reader,
             0 where it takes no ``KeepAlive``.
-        stream_headers: address of the headers of its progress table, see ``stream.progress``.
-        stream_entries: address of the progress table's block ids.
-        generations: address of its blocks' generations, see ``reuse``.
-        num_generations: one a block, or 0 where it has no blocks on offer.
+        tables: what is read beside the cache, by name: address and number of records.
         mapped: None where its cache is not read through a mapping.
     """
 
@@ -67,15 +69,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     memory_type: str
     device_id: Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]
     layout: CacheLayout
-    fence_address: int = 0
-    num_fence_slots: Annotated[int, Meta(ge=0)] = 0
     lease_seconds: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 0.0
-    stream_headers: int = 0
-    stream_entries: int = 0
-    num_stream_rows: Annotated[int, Meta(ge=0, le=MAX_ROWS)] = 0
-    pieces_per_row: Annotated[int, Meta(ge=0, le=MAX_PIECES)] = 0
-    generations: int = 0
-    num_generations: int = 0
+    tables: Annotated[dict[str, TablePlace], Meta(max_length=16)] = {}
     mapped: MappedOffer | None = None
 
 
@@ -99,44 +94,13 @@ def open_description(reply: Described) -> WorkerDescription:
         raise ProtocolError("the worker description does not fit its checksum: it was altered")
     opened = decode(_DESCRIPTION, reply.description, MAX_REPLY_BYTES, "worker description")
     check_layout(opened.layout)
-    if opened.num_generations not in (0, opened.layout.num_blocks):
+    num_blocks = opened.layout.num_blocks
+    _, num_generations = opened.tables.get(GENERATIONS, (0, num_blocks))
+    if num_generations != num_blocks:
         raise ProtocolError(
-            f"expected num_generations 0 or {opened.layout.num_blocks}, as there are blocks, got "
-            f"{opened.num_generations}"
+            f"expected {num_blocks} generations, as there are blocks, got {num_generations}"
         )
     return opened
-
-
-FENCES, GENERATIONS = "fences", "generations"
-STREAM_HEADERS, STREAM_PIECES = "stream headers", "stream pieces"
-_FIELDS = {
-    FENCES: ("fence_address", "num_fence_slots"),
-    GENERATIONS: ("generations", "num_generations"),
-    STREAM_HEADERS: ("stream_headers", "num_stream_rows"),
-    STREAM_PIECES: ("stream_entries", "pieces_per_row"),
-}
-"""Address and number of records; of pieces, that in each row."""
-
-Places = Mapping[str, tuple[int, int]]  # address and number of records by the table's name
-
-
-def described(tables: Places) -> dict[str, int]:
-    fields: dict[str, int] = {}
-    for name, place in tables.items():
-        fields.update(zip(_FIELDS[name], place, strict=True))
-    if STREAM_PIECES in tables:
-        fields["pieces_per_row"] //= fields["num_stream_rows"]
-    return fields
-
-
-def tables_in(description: WorkerDescription) -> Places:
-    found = {
-        name: (getattr(description, address), getattr(description, number))
-        for name, (address, number) in _FIELDS.items()
-    }
-    address, per_row = found[STREAM_PIECES]
-    found[STREAM_PIECES] = address, per_row * description.num_stream_rows
-    return {name: place for name, place in found.items() if place[1]}
 
 
 GEOMETRY = ("dtype", "layer_specs", "cache_dtype", "num_kv_heads", "head_size", "num_layers")

@@ -9,6 +9,7 @@ side channel has a secret, ``remote_seal`` proves all of them.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -86,11 +87,20 @@ def places_for_reuse(
         places = msgspec.convert(named, Annotated[list[_SideChannel], Meta(max_length=MAX_PLACES)])
     except NOT_CONVERTED as error:
         raise ProtocolError(
-            f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal: {error}"
+            f"kv_transfer_params: expected {_PLACES} as a list of host, port and seal, got "
+            f"{reprlib.repr(named)}: {error}"
         ) from error
     for place in places:
         _check_place(secret, place.host, place.port, place.seal, _PLACES)
     return list(dict.fromkeys((place.host, place.port) for place in places))
+
+
+def _told(error: Exception, params: Mapping[str, Any]) -> str:
+    """A conversion's error, with the value that came where it names a field that is there."""
+    named = re.search(r"`\$\.(\w+)", str(error))
+    if named is None or named[1] not in params:
+        return str(error)
+    return f"{error}, got {reprlib.repr(params[named[1]])}"
 
 
 def check_range(
@@ -103,10 +113,6 @@ def check_range(
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
 MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
-PIPELINE_PROTOCOL = 5
-"""Version of the parameters of an engine with pipeline stages.  Those of one without are of
-``PROTOCOL_VERSION``: an older reader knows of no stages, and would read those of the first alone.
-"""
 MAX_INT = (1 << 31) - 1
 MAX_SAMPLING_CHARACTERS = 256
 MAX_MILLISECONDS = (1 << 53) - 1  # as far as every router keeps numbers
@@ -146,14 +152,6 @@ class TransferParams:
     computed_at: int = 0
 
 
-class OtherProtocolError(ProtocolError):
-    """The parameters are of another version of this connector; ``remote`` can be told so."""
-
-    def __init__(self, message: str, remote: RemoteRequest) -> None:
-        super().__init__(message)
-        self.remote = remote
-
-
 class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_engine_id: str
     remote_request_id: str
@@ -162,7 +160,7 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_block_ids: Annotated[list[list[int]], Meta(min_length=1, max_length=MAX_GROUPS)]
     remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)]
     tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     remote_protocol: int = 0
     remote_incarnation: str = ""
     remote_fence_slot: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
@@ -203,9 +201,8 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
     """Read what a prefill engine returned.
 
     Raises:
-        OtherProtocolError: they are of another version of this connector.
-        ProtocolError: they are not this connector's, not proven, or a field is missing, of a wrong
-            type or out of range; the message names it.
+        ProtocolError: they are not this connector's, of another version of it, not proven, or a
+            field is missing, of a wrong type or out of range; the message names it.
     """
     if not any(name in params for name in OWN_FIELDS):
         raise ProtocolError(
@@ -217,8 +214,8 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
     except NOT_CONVERTED as error:
         raise ProtocolError(
-            f"kv_transfer_params are not those of a finished prefill ({error}): send what the "
-            "prefill engine returned, unchanged"
+            f"kv_transfer_params are not those of a finished prefill ({_told(error, params)}): send "
+            "what the prefill engine returned, unchanged"
         ) from error
     _check_seal(remote, secret)
     check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
@@ -299,7 +296,7 @@ def write_params(
     written = _RemoteParams(
         **{name: getattr(remote, of) for name, of in _SAME.items()},
         remote_block_ids=[list(group) for group in remote.block_ids],
-        remote_protocol=_protocol_of(remote.pp_size),
+        remote_protocol=PROTOCOL_VERSION,
         remote_fence_nonce=f"{remote.fence_nonce:016x}",
         remote_prompt=dict(transfer_params.prompt),
         remote_first_token=transfer_params.first_token,
@@ -307,12 +304,8 @@ def write_params(
         remote_computed_at=transfer_params.computed_at,
     )
     if secret is not None:
-        written.remote_seal = prove_params(secret, _proven(written))
+        written.remote_seal = prove_params(secret, msgspec.structs.asdict(written))
     fields = msgspec.to_builtins(written)
-    if remote.pp_size == 1:
-        del fields["pp_size"]
-    if not transfer_params.computed_at:
-        del fields["remote_computed_at"]
     if transfer_params.first_token < 0:
         del fields["remote_first_token"], fields["remote_sampling"]
     if chunk_tokens:
@@ -330,38 +323,16 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
                 f"side_channel_secret_file (or {SECRET_VARIABLE}) on both engines, or on none"
             )
         return
-    check_params(secret, _proven(remote), proof)
-
-
-def _proven(remote: _RemoteParams) -> dict[str, Any]:
-    """What a seal proves: what it has always been where nothing of what was added later is said."""
-    fields = msgspec.structs.asdict(remote)
-    if remote.pp_size == 1:
-        del fields["pp_size"]
-    if not remote.remote_computed_at:
-        del fields["remote_computed_at"]
-    return fields
-
-
-def _protocol_of(pp_size: int) -> int:
-    return PROTOCOL_VERSION if pp_size == 1 else PIPELINE_PROTOCOL
+    check_params(secret, msgspec.structs.asdict(remote), proof)
 
 
 def _check_protocol(remote: _RemoteParams) -> None:
-    got, expected = remote.remote_protocol, _protocol_of(remote.pp_size)
-    if got == expected:
-        return
-    if got in (PROTOCOL_VERSION, PIPELINE_PROTOCOL):
+    if remote.remote_protocol != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"kv_transfer_params: remote_protocol {got} does not go with pp_size "
-            f"{remote.pp_size}: let the router pass pp_size on"
+            f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
+            f"{remote.remote_protocol or 'none'}: install the same vllm-commext on both engines "
+            "(0.2 has none), and let the router pass all parameters on"
         )
-    raise OtherProtocolError(
-        f"kv_transfer_params: expected remote_protocol {expected}, got {got or 'none'}: install "
-        "the same vllm-commext on both engines (0.2 has none), and let the router pass all "
-        "parameters on",
-        _remote_of(remote),
-    )
 
 
 def _check_prompt(prompt: Mapping[str, str]) -> None:
