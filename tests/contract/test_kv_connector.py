@@ -32,6 +32,7 @@ from vllm_commext.nixl.config import ConnectorConfig, parse_config
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.prometheus import CommextNixlStats
 from vllm_commext.nixl.recorder import TransferRecorder, empty_data
+from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.vllm_cache import ONE_STAGE, groups_of, needs_zeroed_blocks
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
@@ -107,19 +108,34 @@ def test_other_caches_are_refused_by_name(specs: list[Any], words: list[str]) ->
         assert word in str(raised.value)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
-def test_states_inside_of_prompts_are_refused_on_cpus() -> None:
-    """`--mamba-cache-mode align`, where a layer asks its kernels for such a state."""
-    config = vllm_config()
-
-    def check(**changes: Any) -> None:
-        spec = dataclasses.replace(MAMBA, **changes)
-        engine_facts.check_supported(config, cache_config(FULL, spec), settings())
-
-    check(mamba_cache_mode="align")
-    check(num_prefill_checkpoint_blocks=1)
-    with pytest.raises(UnsupportedError, match="start with --no-enable-prefix-caching"):
-        check(mamba_cache_mode="align", num_prefill_checkpoint_blocks=1)
+@pytest.mark.parametrize(
+    ("specs", "extra", "refusal"),
+    [
+        ([FULL], {}, None),
+        ([SLIDING, FULL], {}, None),
+        ([MAMBA, SLIDING], {}, Handover.LAYERS),
+        ([FULL], {"stream_chunks": False}, Handover.OFF),
+        ([FULL], {"host_copy": True}, Handover.HOST_COPY),
+        ([FULL, FULL], {"zeroes": True}, Handover.ZEROED),
+        ([FULL, MAMBA], {"zeroes": True}, None),
+    ],
+)
+def test_an_engine_that_streams_nothing_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    specs: list[Any],
+    extra: dict[str, Any],
+    refusal: Handover | None,
+) -> None:
+    config: Any = SimpleNamespace(
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(max_model_len=64),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=32),
+    )
+    extra = dict(extra)
+    zeroes = extra.pop("zeroes", False)
+    monkeypatch.setattr(engine_facts, "needs_zeroed_blocks", lambda _: zeroes)
+    found = engine_facts.streaming_of(config, cache_config(*specs), settings(**extra))
+    assert found.refusal == refusal
 
 
 def test_states_are_not_copied_to_the_host() -> None:

@@ -12,7 +12,6 @@ from tests.kit import cluster
 from tests.kit.composed import ATOL, NIXL, OWN, Cluster, check, prompts
 from tests.kit.metrics import scrape
 from tests.kit.parity import PREFILL_PARAMS, Completion, CompletionError, compare, complete, post
-from tests.kit.servers import ServerEndedError
 from tests.kit.tiny_blip import image_url, write_tiny_blip
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -80,21 +79,6 @@ def test_states_for_every_block(composed: Cluster, sides: str) -> None:
     pair = composed.pair(composed.model("qwen3next"), **args)
     for _ in range(2):  # the second time, of what the prefix cache has of the loaded blocks
         check(pair, atol=VISIBLE)
-
-
-def test_states_of_mamba2_for_every_block_are_refused(composed: Cluster) -> None:
-    """They would end vLLM's engine, as they do without this package, at the first prompt of more
-    than a block; it is vLLM's default."""
-    model = composed.model("granite")
-    with pytest.raises(ServerEndedError):
-        composed.pair(model)
-    for role in ("kv_producer", "kv_both"):
-        told = (composed.folder / f"{role}.log").read_text()
-        assert "asks its Mamba2 kernels for a state inside of each prompt" in told
-    plain = cluster.plain_server("plain", model, composed.folder)
-    with plain, pytest.raises(CompletionError):
-        complete(plain.url, cluster.MODEL_NAME, prompts()[0])
-    assert "index 1 is out of bounds for dimension 0 with size 1" in plain.log_text()
 
 
 @pytest.mark.skipif(not HAS_AVX512, reason="vLLM serves FP8 KV caches on CPUs with AVX-512 or AMX")

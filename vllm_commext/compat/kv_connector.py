@@ -12,7 +12,6 @@ from vllm_commext.compat import fits
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.request import Request
 
 
@@ -35,13 +34,6 @@ def config_file_of(model: ModelConfig) -> dict[str, Any] | None:
     except Exception:  # noqa: BLE001 - other kinds of models raise whatever their files make it
         return None
     return found or None
-
-
-def asks_for_states_inside_prompts(spec: MambaSpec) -> bool:
-    """A step over a prompt is to give back the state at its last whole block as well as the one at
-    its end (Mamba2 with prefix caching)."""
-    num_blocks: int = getattr(spec, "num_prefill_checkpoint_blocks", 0)
-    return getattr(spec, "mamba_cache_mode", "align") == "align" and num_blocks > 0
 
 
 def required_cache_layout(vllm_config: VllmConfig) -> str | None:

@@ -9,13 +9,11 @@ from functools import cached_property
 
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.first_token import Sampler
-from vllm_commext.nixl.geometry.layout import FULL, Group
-from vllm_commext.nixl.geometry.plan import keeps_every_token
+from vllm_commext.nixl.geometry.layout import Group
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import new_key
 from vllm_commext.nixl.recorder import TransferRecorder
-from vllm_commext.nixl.reuse import NoReuse
 from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.stream.progress import Region, regions_of
 from vllm_commext.nixl.wakeup import WakeupSocket
@@ -46,44 +44,19 @@ class Streaming:
         return sum(one.num_pieces for one in self.regions)
 
 
-def streaming_refusal(
-    groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
-) -> Handover | None:
-    if not is_on:
-        return Handover.OFF
-    if all(group.kind != FULL for group in groups):
-        return Handover.LAYERS
-    if keeps_host_copy:
-        return Handover.HOST_COPY
-    # Zeroing comes before the fence is replaced: only a read that follows the prompt's end, as that
-    # of a state does, proves that none of the blocks was taken away before.
-    return Handover.ZEROED if zeroes_blocks and keeps_every_token(groups) else None
-
-
 @dataclass(frozen=True)
 class Reusing:
     """An engine's reuse of blocks across engines.
 
     Attributes:
+        refusal: why there is none, "" where it was not asked for; None where there is.
         configuration: gives the digest of the facts on which engines must agree.
     """
 
-    refusal: NoReuse | None = NoReuse.OFF
+    refusal: str | None = ""
     block_size: int = 0
     max_blocks: int = 0
     configuration: Callable[[], str] = field(default=str, compare=False)
-
-
-def reuse_refusal(
-    groups: Sequence[Group], *, is_on: bool, keeps_host_copy: bool, zeroes_blocks: bool
-) -> NoReuse | None:
-    if not is_on:
-        return NoReuse.OFF
-    if len(groups) != 1 or groups[0].kind != FULL:
-        return NoReuse.LAYERS
-    if keeps_host_copy:
-        return NoReuse.HOST_COPY
-    return NoReuse.ZEROED if zeroes_blocks else None
 
 
 @dataclass

@@ -12,18 +12,17 @@ import vllm
 from vllm_commext.compat import fits, kv_connector
 from vllm_commext.compat.fits import cache_meaning
 from vllm_commext.compat.kv_connector import (
-    asks_for_states_inside_prompts,
     attention_backends,
     config_file_of,
     context_parallel_sizes,
 )
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.engine_context import Reusing, Streaming, reuse_refusal, streaming_refusal
-from vllm_commext.nixl.geometry.layout import STATE
-from vllm_commext.nixl.geometry.plan import num_blocks_for
+from vllm_commext.nixl.engine_context import Reusing, Streaming
+from vllm_commext.nixl.geometry.layout import FULL, STATE
+from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
-from vllm_commext.nixl.reuse import NoReuse
+from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
     ModelFacts,
@@ -133,14 +132,16 @@ def streaming_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> Streaming:
     groups = groups_of(kv_cache_config)
-    refusal = streaming_refusal(
-        groups,
-        is_on=config.stream_chunks,
-        keeps_host_copy=keeps_host_copy(vllm_config, config),
-        zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
-    )
-    if refusal:
-        return Streaming(refusal)
+    if not config.stream_chunks:
+        return Streaming(Handover.OFF)
+    if all(group.kind != FULL for group in groups):
+        return Streaming(Handover.LAYERS)
+    if keeps_host_copy(vllm_config, config):
+        return Streaming(Handover.HOST_COPY)
+    # Zeroing comes before the fence is replaced: only a read that follows the prompt's end, as that
+    # of a state does, proves that none of the blocks was taken away before.
+    if needs_zeroed_blocks(kv_cache_config) and keeps_every_token(groups):
+        return Streaming(Handover.ZEROED)
     return Streaming(
         None,
         tuple(groups),
@@ -152,22 +153,21 @@ def streaming_of(
 def reusing_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> Reusing:
-    groups = groups_of(kv_cache_config)
-    refusal = reuse_refusal(
-        groups,
-        is_on=config.reuse_blocks,
-        keeps_host_copy=keeps_host_copy(vllm_config, config),
-        zeroes_blocks=needs_zeroed_blocks(kv_cache_config),
-    )
-    transfer = vllm_config.kv_transfer_config
-    if not refusal and not (transfer is not None and transfer.is_kv_consumer):
-        refusal = NoReuse.ROLE
-    if not refusal and vllm_config.speculative_config is not None:
-        refusal = NoReuse.SPECULATION
-    if not refusal and getattr(vllm_config, "diffusion_config", None) is not None:
-        refusal = NoReuse.DIFFUSION
-    if refusal:
-        return Reusing(refusal)
+    if not config.reuse_blocks:
+        return Reusing()
+    groups, transfer = groups_of(kv_cache_config), vllm_config.kv_transfer_config
+    if len(groups) != 1 or groups[0].kind != FULL:
+        return Reusing("this model's blocks do not all stay in one group until the end")
+    if keeps_host_copy(vllm_config, config):
+        return Reusing("a copy of the cache is kept in host memory")
+    if needs_zeroed_blocks(kv_cache_config):
+        return Reusing("vLLM zeroes this model's blocks before it uses them")
+    if transfer is None or not transfer.is_kv_consumer:
+        return Reusing("only engines that decode (kv_consumer, kv_both) go on with others' answers")
+    if vllm_config.speculative_config is not None:
+        return Reusing("drafts' own KV cache is not complete for the last tokens")
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return Reusing("an answer may come of a denoising step whose KV no pass has computed anew")
     block_size = groups[0].block_size
     return Reusing(
         None,
@@ -202,13 +202,6 @@ def _check_states(spec: Any) -> None:
         raise UnsupportedError(
             "CommextNixlConnector transfers the state after the last token, and this engine keeps "
             f"others, too (mode {mode!r}): start with --no-enable-prefix-caching"
-        )
-    if asks_for_states_inside_prompts(spec) and _device_type() == "cpu":
-        raise UnsupportedError(
-            f"vLLM {vllm.__version__} asks its Mamba2 kernels for a state inside of each prompt "
-            "where prefixes are cached, and those for CPUs give none, "
-            "which ends the engine, with or without a connector: start with "
-            "--no-enable-prefix-caching"
         )
     if spec.num_speculative_blocks:
         raise UnsupportedError(

@@ -275,29 +275,6 @@ class Offers:
         self._table.drop(block.block_id)
 
 
-class NoReuse(Reason):
-    """Reasons of an engine to reuse no blocks across engines."""
-
-    OFF = "off", "it was not asked to"
-    LAYERS = "layers", "this model's blocks do not all stay in one group until the end"
-    HOST_COPY = "host_copy", "a copy of the cache is kept in host memory"
-    ZEROED = "zeroed", "vLLM zeroes this model's blocks before it uses them"
-    SPECULATION = (
-        "speculation",
-        "drafts have a KV cache of their own, which is not complete for the last tokens",
-    )
-    DIFFUSION = (
-        "diffusion",
-        "an answer may come of a last denoising step, whose KV no pass has computed anew",
-    )
-    POOL = ("pool", "this vLLM's block pool does not tell when a block is used again")
-    STEPS = (
-        "steps",
-        "the engine's step is left as it is, so that failed reads could not be computed here",
-    )
-    ROLE = "role", "only engines that decode (kv_consumer, kv_both) go on with others' answers"
-
-
 class ReuseSide:
     """Does nothing where the engine's ``reusing`` has a refusal."""
 
@@ -313,15 +290,15 @@ class ReuseSide:
         self._offers: Offers | None = None
         self._running: Iterable[Request] = ()
         self._log = RateLimitedLog()
-        self.is_on = not reusing.refusal
-        if reusing.refusal is not None and reusing.refusal != NoReuse.OFF:
-            self._refuse(reusing.refusal.meaning)
+        self.is_on = reusing.refusal is None
+        if reusing.refusal:
+            self._refuse(reusing.refusal)
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
         is_told = not fits.why_not("nixl reuse")
         if self.is_on and not is_told:
-            self._refuse(NoReuse.POOL.meaning)
+            self._refuse("this vLLM's block pool does not tell when a block is used again")
 
     def open(self, tables: Sequence[Offer | None]) -> OfferTable | None:
         """Learn of the workers' generations; what the side channel answers from, None where this
@@ -382,7 +359,7 @@ class ReuseSide:
         blocks; None while they are asked."""
         if state.phase is LoadPhase.ASKED:
             if not self.has_steps:
-                self._refuse(NoReuse.STEPS.meaning)
+                self._refuse("vLLM's own step is in place: what is not read cannot be computed")
             most, block_size = state.request.num_prompt_tokens - 1, self._names.block_size
             is_useful = self.is_on and most - num_computed >= block_size
             if is_useful and not self.is_answered(state.request_id):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.kit import stream_requests
 from tests.kit.stream_requests import step
 from vllm_commext.errors import ProtocolError
-from vllm_commext.nixl.engine_context import Streaming, streaming_refusal
+from vllm_commext.nixl.engine_context import Streaming
 from vllm_commext.nixl.geometry.layout import FULL, STATE, WINDOW, Group
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.prefill.fence import FenceSlots, FenceTable
@@ -282,43 +282,6 @@ def test_without_a_fence_a_prompt_is_not_streamed() -> None:
     assert side.add(request("r")) == Handover.STREAMED
     assert side.take_step(step(new={"r": (0, [[3]], 16)})) == ([], [])
     assert side.found().refusal
-
-
-def test_an_engine_that_streams_nothing_says_why() -> None:
-    full, window, state = Group(FULL, 16), Group(WINDOW, 16), Group(STATE, 16)
-    usual = {"is_on": True, "keeps_host_copy": False, "zeroes_blocks": False}
-    assert streaming_refusal([full], **usual) is None
-    for groups in ([full, full], [full, window], [state, full, window]):
-        assert streaming_refusal(groups, **usual) is None
-    for groups in ([window], [state], [state, window]):
-        assert streaming_refusal(groups, **usual) == Handover.LAYERS
-    assert streaming_refusal([full], **{**usual, "is_on": False}) == Handover.OFF
-    assert streaming_refusal([full], **{**usual, "keeps_host_copy": True}) == Handover.HOST_COPY
-    zeroed = {**usual, "zeroes_blocks": True}
-    assert streaming_refusal([full], **zeroed) == Handover.ZEROED
-    assert streaming_refusal([full, full], **zeroed) == Handover.ZEROED
-    assert streaming_refusal([full, state], **zeroed) is None
-    fences, directory = FenceSlots(FENCE_KEY, 1), StreamDirectory()
-    producer = StreamProducer(fences, directory, Streaming(Handover.OFF), Identity())
-    assert producer.add(PrefillState(request("r"))) == Handover.OFF
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("oer")), max_size=20))
-@settings(max_examples=100)
-def test_the_directory_is_what_was_said_last(said: list[tuple[int, str]]) -> None:
-    directory, expected = StreamDirectory(), dict[str, str]()
-    for number, what in said:
-        key = str(number)
-        if what == "e":
-            directory.end(key)
-            expected |= {key: "e"} if expected.get(key) == "o" else {}
-        elif expected.get(key, "o") == "o":  # a key is used once
-            directory.open(key, FoundStream(refusal="no" if what == "r" else ""))
-            expected[key] = what if expected.get(key) is None or what == "o" else "o"
-    for key, what in expected.items():
-        assert key in directory
-        assert bool(directory.find([key])[key].refusal) == (what != "o")
-    assert directory.find(["none"]) == {}
 
 
 def test_ended_keys_are_remembered_for_a_while() -> None:
