@@ -85,19 +85,9 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"lora_request": adapter("a", "another")},
         "LoRA adapter",
     ),
-    "another adapter at the same place": (
-        {"lora_request": adapter("a", path="there")},
-        {"lora_request": adapter("a", "another", path="there")},
-        "LoRA adapter",
-    ),
     "another image": (
         {"mm_features": [image("one")]},
         {"mm_features": [image("two")]},
-        "multimodal items",
-    ),
-    "an image elsewhere": (
-        {"mm_features": [image("one")]},
-        {"mm_features": [image("one", 3)]},
         "multimodal items",
     ),
     "embeddings for tokens": ({}, {"prompt_embeds": torch.ones(14, 4)}, "prompt embeddings"),

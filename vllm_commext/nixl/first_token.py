@@ -45,38 +45,13 @@ class FirstToken(Reason):
     ENGINE = "engine", "this engine speculates, or changes logits by rules of its own"
     NOT_OFFERED = "not_offered", "the prefill engine offers none"
     DIFFERS = "differs", "the prefill engine drew it by something else, or after another prompt"
-    SEEDED = "seeded", "the second token depends on the generator that drew the first one"
-    LOGPROBS = "logprobs", "its log probability is asked for"
-    GRAMMAR = "grammar", "a grammar restricts it"
-    PENALTIES = "penalties", "penalties change its logits"
-    LOGIT_RULES = "logit_rules", "biases, or lists of allowed or bad tokens, change its logits"
-    MIN_TOKENS = "min_tokens", "an end may not come yet"
-    SAMPLES = "samples", "samples of one request are independent of one another"
+    PARAMETERS = "parameters", "a parameter of the request binds it to this engine"
     PROMPT = "prompt", "its prompt is not one of tokens alone"
-    OTHER = "other", "a parameter that is not known here"
 
 
 NO_TOKEN = -1
 GREEDY = "greedy"
 _DRAWN_BY = ("temperature", "top_p", "top_k", "min_p")
-_REASONS = {
-    "n": FirstToken.SAMPLES,
-    "seed": FirstToken.SEEDED,
-    "logprobs": FirstToken.LOGPROBS,
-    "prompt_logprobs": FirstToken.LOGPROBS,
-    "prompt_logprob_token_ids": FirstToken.LOGPROBS,
-    "logprob_token_ids": FirstToken.LOGPROBS,
-    "structured_outputs": FirstToken.GRAMMAR,
-    "presence_penalty": FirstToken.PENALTIES,
-    "frequency_penalty": FirstToken.PENALTIES,
-    "repetition_penalty": FirstToken.PENALTIES,
-    "repetition_detection": FirstToken.PENALTIES,
-    "logit_bias": FirstToken.LOGIT_RULES,
-    "allowed_token_ids": FirstToken.LOGIT_RULES,
-    "bad_words": FirstToken.LOGIT_RULES,
-    "min_tokens": FirstToken.MIN_TOKENS,
-}
-"""Reasons of parameters that are not at their defaults; any other one is ``OTHER``."""
 _WITHOUT_EFFECT = {
     # Where an answer ends.
     *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids"),
@@ -134,27 +109,21 @@ def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -
 
 
 def _reason(request: Request) -> FirstToken | None:
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+    has_more = request.prompt_embeds is not None or request.mm_features or request.resumable
+    if request.prompt_token_ids is None or has_more:
         return FirstToken.PROMPT
-    if request.mm_features or request.resumable:
-        return FirstToken.PROMPT
-    if _SAMPLE.match(request.request_id):
-        return FirstToken.SAMPLES
-    if request.sampling_params is None:
-        return FirstToken.OTHER
-    reasons = {_REASONS.get(name, FirstToken.OTHER) for name in _unusual(request.sampling_params)}
-    # In one order, so that the same parameters are always counted as the same.
-    return next((reason for reason in FirstToken if reason in reasons), None)
+    params = request.sampling_params
+    is_usual = params is not None and not _is_unusual(params)
+    return None if is_usual and not _SAMPLE.match(request.request_id) else FirstToken.PARAMETERS
 
 
-def _unusual(params: Any) -> list[str]:
-    return [
-        field.name
-        for field in msgspec.structs.fields(params)
-        if field.name not in _WITHOUT_EFFECT
+def _is_unusual(params: Any) -> bool:
+    return any(
+        field.name not in _WITHOUT_EFFECT
         and field.name not in _DRAWN_BY
         and not _is_default(field, getattr(params, field.name))
-    ]
+        for field in msgspec.structs.fields(params)
+    )
 
 
 def _is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
