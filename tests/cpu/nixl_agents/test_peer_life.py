@@ -120,21 +120,19 @@ def test_peers_that_die_together_are_removed_and_swept_away(make_engine: MakeEng
     assert_works(decode, make_engine("s", seed=5, serve=True), "fourth")
 
 
-@pytest.mark.parametrize("facts", [None, {"model": "another"}])
 def test_a_peer_that_is_forgotten_and_needed_again_keeps_its_connection(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, facts: dict[str, str] | None
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that does not fit, and is told so again and again."""
     monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 0.2)
     decode = make_engine("d", seed=2)
-    peer = make_engine("p", seed=3, serve=True, facts=facts)
+    peer = make_engine("p", seed=3, serve=True)
     counts: list[int] = []
     for turn in range(4):
         decode.load(load_of(f"r{turn}", peer.remote(f"p{turn}", [3]), [0]))
         wait_until(lambda: states(decode) == {}, "it to be forgotten")
         counts.append(num_sockets())
     wait_until(lambda: num_sockets() <= counts[0], f"{counts} sockets to be the first again")
-    assert len(decode.outcomes.failed) == (4 if facts else 0)
+    assert not decode.outcomes.failed
     assert not decode.thread._loader._peers._links._local_lists
 
 

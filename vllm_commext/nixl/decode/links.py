@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import CacheLayout, UInt64Array, describe_place
 from vllm_commext.nixl.geometry.plan import Pairs, ReadPlan
 from vllm_commext.nixl.geometry.topology import Sources, Split, check_even, over_stages, sources
@@ -89,21 +88,11 @@ class LocalWorker:
         agree on who reads from whom."""
         return self.layout.splits() | self.other_splits
 
-    def check_sources(self, tp_size: int) -> None:
-        """Refuse a prefill engine whose ranks hold different numbers of something; raises
-        UnsupportedError."""
+    def sources(self, tp_size: int, pp_size: int) -> Sources:
+        """Raises UnsupportedError where a prefill engine of this size cannot be read from."""
         for split in self.splits:
             check_even(split, tp_size, "the prefill engine's ranks")
-
-    def sources(self, tp_size: int, pp_size: int) -> Sources:
-        rank = self.layout.rank
-        try:
-            self.check_sources(tp_size)
-            found = sources(self.splits, rank, tp_size)
-        except UnsupportedError:
-            # No rank of this engine reads: the first one of each stage releases all of them.
-            ranks = tuple(range(tp_size)) if rank.index == 0 else ()
-            found = Sources((), ranks, dict.fromkeys(ranks, 1))
+        found = sources(self.splits, self.layout.rank, tp_size)
         return over_stages(
             found, tp_size, num_stages=pp_size, num_reader_stages=self.layout.pp_size
         )
@@ -181,9 +170,8 @@ class Links:
     def num_retired(self) -> int:
         return len(self._existing()) - len(self.live())
 
-    def reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted:
-        """The name of a worker's agent, for notifications; its user has to drop it; raises what
-        NIXL does."""
+    def _reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted:
+        """The name of a worker's agent, which its user has to drop; raises what NIXL does."""
         name = self._agent.add_peer(described.agent_metadata)
         if self._names.get(key) != name:
             self.forget(self._names.get(key, ""))  # of a start of the engine that is over
@@ -210,7 +198,7 @@ class Links:
     ) -> Link:
         """Connect to a worker that has described itself; raises what NIXL does."""
         with ExitStack() as held:
-            name = self._hold(self.reach(key, described), held)
+            name = self._hold(self._reach(key, described), held)
             reader = self._reader(name, described, plan, held)
             link = Link(
                 key=key,

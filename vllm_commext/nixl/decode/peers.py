@@ -10,7 +10,7 @@ from functools import partial
 
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, RefCounted, log_ready
+from vllm_commext.nixl.decode.links import Link, Links, LocalWorker, log_ready
 from vllm_commext.nixl.decode.reads import Sweeper, num_descriptors
 from vllm_commext.nixl.decode.transfers import RemotePrefill, ShardRead, SourceWorker, Use
 from vllm_commext.nixl.geometry.plan import plan_read
@@ -52,8 +52,6 @@ class Peer:
 
     Attributes:
         link: the connection to read from; kept while suspect, until it is known to have ended.
-        reach: of a peer that does not fit, the name of its agent, so that it can be told that its
-            blocks will not be read.
         waiting: shards of loads that wait for it to be ready, or for room among its reads; first
             come, first served.
         releases: remote requests that it is to be released from as soon as it is ready.
@@ -65,7 +63,6 @@ class Peer:
     channel: SideChannel
     state: PeerState = PeerState.UNKNOWN
     link: Link | None = None
-    reach: RefCounted | None = None
     asked: float = 0.0
     waiting: deque[ShardRead] = field(default_factory=deque[ShardRead])
     releases: list[tuple[RemotePrefill, SourceWorker]] = field(
@@ -93,11 +90,6 @@ class Peer:
     def doubt(self) -> None:
         if self.state == PeerState.READY:
             self.state = PeerState.SUSPECT
-
-    def drop_reach(self) -> None:
-        reach, self.reach = self.reach, None
-        if reach is not None:
-            reach.drop()
 
 
 MAX_PEERS = 128
@@ -230,7 +222,6 @@ class PeerTable:
         peer.state = PeerState.HANDSHAKING
         peer.wanted_incarnation = incarnation
         peer.asked = now
-        peer.drop_reach()
         return peer
 
     def _add(self, key: PeerKey) -> Peer:
@@ -254,7 +245,7 @@ class PeerTable:
     def _fail(self, peer: Peer, error: CommextError) -> None:
         self._ended.append(peer)
         peer.state = PeerState.LOST
-        self._close_links(peer, has_ended=not _may_live(error) and peer.reach is None)
+        self._close_links(peer, has_ended=not _may_live(error))
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = open_description(reply)
@@ -274,18 +265,14 @@ class PeerTable:
         self._ended.append(peer)
 
     def _connect(self, peer: Peer, described: WorkerDescription, incarnation: str) -> None:
-        try:
-            enforce = self._config.enforce_handshake_compat
-            tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
-            plan = plan_read(
-                self._local.layout,
-                described.layout,
-                local_device=self._local.device_id,
-                remote_device=described.device_id,
-            )
-        except CommextError:
-            peer.reach = self._reach(peer.key, described)
-            raise
+        enforce = self._config.enforce_handshake_compat
+        tolerated = check_facts(self._local.facts, described.facts, enforce=enforce)
+        plan = plan_read(
+            self._local.layout,
+            described.layout,
+            local_device=self._local.device_id,
+            remote_device=described.device_id,
+        )
         try:
             # The peer's before anything else can fail: what it has is given back with it.
             peer.link = self._links.connect(peer.key, incarnation, described, plan)
@@ -294,19 +281,6 @@ class PeerTable:
                 f"NIXL cannot use the metadata of {peer.key}: {error or type(error).__name__}"
             ) from error
         log_ready(peer.link, described, str(tolerated) if tolerated else "")
-
-    def _reach(self, key: PeerKey, described: WorkerDescription) -> RefCounted | None:
-        """The agent of a worker that does not fit, so that it can release its blocks; None if NIXL
-        cannot reach it."""
-        try:
-            return self._links.reach(key, described)
-        except Exception as error:  # noqa: BLE001 NIXL raises many types; the lease frees the blocks
-            self._log.warning(
-                "reach",
-                f"prefill engine {described.engine_id!r} does not fit and cannot be told that its "
-                f"blocks are not needed: {error or type(error).__name__}",
-            )
-            return None
 
     def _close_links(self, peer: Peer, *, has_ended: bool) -> None:
         peer.link = None
@@ -352,8 +326,7 @@ class PeerTable:
 
     def _retire(self, peer: Peer) -> None:
         del self._peers[peer.key]
-        self._close_links(peer, has_ended=peer.state == PeerState.LOST and peer.reach is None)
-        peer.drop_reach()
+        self._close_links(peer, has_ended=peer.state == PeerState.LOST)
         peer.channel.close()
 
 

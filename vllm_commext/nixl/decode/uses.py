@@ -154,14 +154,15 @@ class Uses:
 
     def wait(self, wait: Wait) -> None:
         if wait.request_id not in self._uses:
-            self.keep_alive.watch(self._use(self._prefill_of(wait.remote), wait.request_id))
+            with contextlib.suppress(UnsupportedError):  # its load will fail with the reason
+                self.keep_alive.watch(self._use(self._prefill_of(wait.remote), wait.request_id))
 
     def begin(self, load: Load, start: Callable[[ShardRead], None]) -> None:
         known = self._uses.get(load.request_id)
         try:
             prefill = known.prefill if known is not None else self._prefill_of(remote_of(load))
             use = self._use(prefill, load.request_id)
-            use.failure = self._refused(load, prefill.remote)
+            use.failure = self._refused(load)
             shards = prefill.begin(load)
         except Exception as error:  # noqa: BLE001 one load's error is no other's
             self.report(load, failure_of(error, "request"))
@@ -260,16 +261,10 @@ class Uses:
                 if _can_be_sent(name):
                     yield name
 
-    def _refused(self, load: Load, remote: RemoteRequest) -> Failure | None:
+    def _refused(self, load: Load) -> Failure | None:
         if self.refusal is not None:
             return failure_of(self.refusal, "internal")
-        if load.refusal:
-            return Failure("request", ProtocolError(load.refusal))
-        try:
-            self._local.check_sources(remote.tp_size)
-        except UnsupportedError as error:
-            return Failure("configuration", error)
-        return None
+        return Failure("request", ProtocolError(load.refusal)) if load.refusal else None
 
     def _end(self, use: Use, load: Load) -> None:
         self._uses.pop(use.request_id, None)
@@ -288,8 +283,6 @@ class Uses:
 
     def _agent_of(self, prefill: RemotePrefill, source: SourceWorker) -> str:
         peer = self._peers.get(source.key)
-        if peer is not None and peer.reach is not None:
-            return peer.reach.value
         if peer is not None and peer.has_closed:
             return ""
         peer = self._peers.prepare(source.key, prefill.remote.incarnation)
