@@ -17,7 +17,7 @@ computed may get its token before its last block, so all failures of such loads 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from vllm_commext.nixl.wire.params import is_for_decode, params_of, pieces_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
     from vllm_commext.nixl.decode.remote_prompts import RemotePrompts
@@ -85,8 +84,7 @@ class FirstTokens:
     def before_step(self, core: Any) -> None:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         scheduler = core.scheduler
-        keep_blocks = scheduler.kv_cache_manager.cache_blocks
-        self._source.note_step(keep_blocks, RunningRequests(scheduler))
+        self._source.note_step(scheduler)
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not scheduler.running
@@ -189,15 +187,3 @@ def _end_load(core: Any, request_id: str, *, must_compute: bool) -> None:
         scheduler.failed_recving_kv_req_ids.add(request_id)
     else:
         _refuse(core, request)
-
-
-class RunningRequests:
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._scheduler.running)
-
-    def blocks_of(self, request: Request) -> list[KVCacheBlock]:
-        """The request's blocks of the first group."""
-        return self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]

@@ -32,16 +32,16 @@ import itertools
 import secrets
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from vllm_commext.anonymous_memory import Offer
 from vllm_commext.compat import fits
-from vllm_commext.errors import ProtocolError, Reason, UnsupportedError
+from vllm_commext.errors import ProtocolError, UnsupportedError
 from vllm_commext.nixl.decode.askers import BlockFinder
 from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source
 from vllm_commext.nixl.identity import Identity
@@ -53,6 +53,7 @@ from vllm_commext.nixl.wire.params import ANSWER, params_of, places_for_reuse
 from vllm_commext.nixl.wire.prompt import Prompt, digests
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -207,14 +208,6 @@ def num_complete(request: Request) -> int:
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
 
-class Running(Protocol):
-    """An engine's requests that run."""
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-    def blocks_of(self, request: Request) -> Sequence[KVCacheBlock]: ...
-
-
 @dataclass
 class _Named:
     """A request's ``count`` blocks on offer; ``last`` names the last one, or is the chain's root;
@@ -233,7 +226,9 @@ class Offers:
         self._pool = pool
         self._named: dict[str, _Named] = {}
 
-    def add_running(self, running: Running) -> None:
+    def add_running(
+        self, running: Iterable[Request], blocks_of: Callable[[str], KVCacheBlocks]
+    ) -> None:
         """Offer blocks that are complete since the last step, at most ``MAX_NAMED``."""
         left, size = MAX_NAMED, self._names.block_size
         for request in running:
@@ -246,7 +241,8 @@ class Offers:
             if named.last is not None and num_blocks > named.count:
                 end = min(num_blocks, named.count + left)
                 left -= end - named.count
-                self._offer(request, named, running.blocks_of(request)[named.count : end])
+                blocks = blocks_of(request.request_id).blocks[0]
+                self._offer(request, named, blocks[named.count : end])
             if not left:
                 return
 
@@ -288,7 +284,7 @@ class ReuseSide:
         )
         self._pool: Any = None
         self._offers: Offers | None = None
-        self._running: Iterable[Request] = ()
+        self._running: Callable[[], Iterable[Request]] = tuple
         self._log = RateLimitedLog()
         self.is_on = reusing.refusal is None
         if reusing.refusal:
@@ -314,18 +310,18 @@ class ReuseSide:
         self._offers = Offers(self._names, table, self._pool)
         return table
 
-    def note_step(self, running: Running) -> None:
-        self.has_steps, self._running = True, running
+    def note_step(self, scheduler: Any) -> None:
+        self.has_steps, self._running = True, lambda: scheduler.running
         if self._offers is not None:
-            self._offers.add_running(running)
+            self._offers.add_running(scheduler.running, scheduler.kv_cache_manager.get_blocks)
 
     def forget_running(self, is_concerned: Callable[[Request], bool]) -> None:
         if self._offers is not None:
-            self._offers.forget_running(filter(is_concerned, self._running))
+            self._offers.forget_running(filter(is_concerned, self._running()))
 
     def clear(self) -> None:
         if self._offers is not None:
-            self._offers.clear(self._running)
+            self._offers.clear(self._running())
 
     def search(self, request: Request, answer: Sequence[int]) -> bool:
         """Look for blocks of a request that goes on with another engine's answer, where its router

@@ -120,7 +120,7 @@ def release_faults(readers: list[Sources], num_sources: int) -> list[str]:
     """Whether each prefill rank hears from exactly as many decode ranks as it is told to expect."""
     found: list[str] = []
     for source in range(num_sources):
-        heard = [one for one in readers if source in (*one.read, *one.release_only)]
+        heard = [one for one in readers if source in one.num_consumers]
         expected = {one.num_consumers[source] for one in heard}
         if expected != {len(heard)}:
             found.append(f"prefill rank {source}: {len(heard)} releases, {expected} expected")

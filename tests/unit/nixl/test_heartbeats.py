@@ -20,7 +20,7 @@ def test_each_peer_hears_of_what_is_used_there_in_messages_that_fit() -> None:
     agent, peers, local = MagicMock(), MagicMock(), MagicMock(consumer="d/0")
     agent.name = "sender"
     peers.find.return_value = MagicMock(lease_seconds=60.0)
-    local.sources = lambda *_: Sources((0, 1), (), {0: 1, 1: 1})
+    local.sources = lambda *_: Sources((0, 1), {0: 1, 1: 1})
     uses = Uses(agent, local, peers, MagicMock(), MagicMock())
     names = [f"{number:03}" + MAX_ID_CHARACTERS * "\U0010ffff" for number in range(201)]
     for number, name in enumerate([*names, "half\ud800"]):

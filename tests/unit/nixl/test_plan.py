@@ -136,5 +136,5 @@ def test_wrong_counts_of_releases_are_noticed() -> None:
     assert release_faults([*right, right[0]], 4) != []
     one = right[0]
     counts = {source: count + 1 for source, count in one.num_consumers.items()}
-    assert release_faults([Sources(one.read, one.release_only, counts), right[1]], 4) != []
-    assert release_faults([Sources(one.read, (), one.num_consumers), right[1]], 4) != []
+    assert release_faults([Sources(one.read, counts), right[1]], 4) != []
+    assert release_faults([Sources(one.read, {}), right[1]], 4) != []

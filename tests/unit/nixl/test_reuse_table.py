@@ -136,11 +136,9 @@ class Engine:
         self.requests.append(request)
         return request
 
-    def __iter__(self) -> Any:
-        return iter(self.requests)
-
-    def blocks_of(self, request: Any) -> Any:
-        return request.blocks
+    def blocks_of(self, request_id: str) -> Any:
+        (blocks,) = (one.blocks for one in self.requests if one.request_id == request_id)
+        return SimpleNamespace(blocks=(blocks,))
 
     def touch(self, blocks: Any) -> None:
         """As a pool does."""
@@ -161,7 +159,7 @@ def test_questions_cost_a_step_nothing_and_their_lookups_hold_it_up_for_a_bounde
     with monkeypatch.context() as patched:
         patched.setattr(Names, "root_of", lambda self, request: request.request_id.encode())
         while (named := len(table)) < 64 * 999:
-            side.add_running(engine)
+            side.add_running(engine.requests, engine.blocks_of)
             assert 0 < len(table) - named <= offers.MAX_NAMED
     lock, calls = MagicMock(wraps=table._lock), Counter[str]()
     lock.__enter__.side_effect = table._lock.acquire
@@ -172,7 +170,7 @@ def test_questions_cost_a_step_nothing_and_their_lookups_hold_it_up_for_a_bounde
         assert len(table.find(names).block_ids) == 999
     assert lock.__enter__.call_count == 256 * -(-len(names) // offers.MAX_FOUND)
     sys.setprofile(lambda frame, event, _: calls.update([event]))
-    side.add_running(engine)
+    side.add_running(engine.requests, engine.blocks_of)
     sys.setprofile(None)
     assert calls["call"] <= 64 * 4
     assert calls["c_call"] <= 64 * 8
@@ -200,7 +198,7 @@ def test_what_is_on_offer_grows_with_each_block_by_no_more_than_a_step_may_name(
     }
     monkeypatch.setattr(offers, "chain", counted)
     for step in range(1, 6):
-        side.add_running(engine)
+        side.add_running(engine.requests, engine.blocks_of)
         assert len(table) == min(5 * step, 17 + 7)
     for one, count in ((first, 17), (second, 7)):
         found = table.find(expected[one.request_id]).block_ids
@@ -208,13 +206,13 @@ def test_what_is_on_offer_grows_with_each_block_by_no_more_than_a_step_may_name(
     for number in range(8):
         first.all_token_ids = [*first.all_token_ids, number]
         first.num_tokens = first.num_computed_tokens = len(first.all_token_ids)
-        side.add_running(engine)
+        side.add_running(engine.requests, engine.blocks_of)
         assert len(table) == 7 + (first.num_tokens - 1) // BLOCK
     assert (max(named), sum(named)) == (5, len(table))
     assert set(engine.watched) == set(table._hash_of)
     engine.watched[0](first.blocks[0])
     assert table.find(expected["a"]).block_ids == []
-    side.clear(engine)
+    side.clear(engine.requests)
     first.num_tokens = first.num_computed_tokens = 78
-    side.add_running(engine)
+    side.add_running(engine.requests, engine.blocks_of)
     assert len(table) == 0

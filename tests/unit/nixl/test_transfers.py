@@ -31,7 +31,7 @@ SECOND = Failure("expired", ProtocolError("second"))
 def transfer_of(num_read: int, num_others: int = 0) -> RemotePrefill:
     ranks = range(num_read + num_others)
     return RemotePrefill(
-        REMOTE, Sources(tuple(ranks[:num_read]), tuple(ranks[num_read:]), dict.fromkeys(ranks, 2))
+        REMOTE, Sources(tuple(ranks[:num_read]), dict.fromkeys(ranks, 2))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_commext.errors import CommextError, ProtocolError
 from vllm_commext.nixl.decode.askers import StreamAsker
@@ -19,7 +19,7 @@ from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.metadata import WorkerMetadata
 from vllm_commext.nixl.recorder import FAILURES, FIRST_TOKENS, HANDOVERS
 from vllm_commext.nixl.requests import Load, Wait
-from vllm_commext.nixl.reuse import ReuseSide, Running
+from vllm_commext.nixl.reuse import ReuseSide
 from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.wire.params import (
     TransferParams,
@@ -151,11 +151,11 @@ class RemotePrompts:
             self._note_answer(state, answer)
         return True
 
-    def note_step(self, keep_blocks: Callable[[Request, int], None], running: Running) -> None:
-        """The engine is going to take a step; ``keep_blocks`` gives the blocks of a request's first
-        tokens, which it still holds, to the engine's prefix cache."""
-        self._keep_blocks = keep_blocks
-        self._reuse.note_step(running)
+    def note_step(self, scheduler: Any) -> None:
+        """The engine is going to take a step."""
+        # Gives the blocks of a request's first tokens, which it still holds, to the prefix cache.
+        self._keep_blocks = scheduler.kv_cache_manager.cache_blocks
+        self._reuse.note_step(scheduler)
 
     def take_first_tokens(
         self, *, is_idle: bool = False

@@ -82,12 +82,11 @@ class Sources:
 
     Attributes:
         read: prefill ranks that it reads from, ascending.
-        release_only: prefill ranks that it reads nothing from and has to release.
-        num_consumers: for each of both, the decode ranks that the prefill rank waits for.
+        num_consumers: for each of these, and for those that it has only to release, the decode
+            ranks that the prefill rank waits for.
     """
 
     read: tuple[int, ...]
-    release_only: tuple[int, ...]
     num_consumers: dict[int, int]
 
 
@@ -96,14 +95,10 @@ def sources(splits: Collection[Split], reader: Rank, num_sources: int) -> Source
         _ranks_read(splits, Rank(reader.size, index), num_sources) for index in range(reader.size)
     ]
     consumers = {source: sum(source in read for read in readers) for source in range(num_sources)}
-    unread = (source for source, count in consumers.items() if not count)
-    release_only = tuple(
-        source for source in unread if source * reader.size // num_sources == reader.index
-    )
     read = tuple(sorted(readers[reader.index]))
-    return Sources(
-        read, release_only, {source: max(1, consumers[source]) for source in (*read, *release_only)}
-    )
+    unread = (source for source, count in consumers.items() if not count)
+    own = (one for one in unread if one * reader.size // num_sources == reader.index)
+    return Sources(read, {source: max(1, consumers[source]) for source in (*read, *own)})
 
 
 def worker_number(stage: int, rank: Rank) -> int:
@@ -126,7 +121,6 @@ def over_stages(
     counts = [count * num_reader_stages for count in found.num_consumers.values()]
     return Sources(
         numbers(found.read),
-        numbers(found.release_only),
         dict(zip(numbers(found.num_consumers), counts * num_stages, strict=True)),
     )
 

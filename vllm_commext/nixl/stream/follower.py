@@ -24,6 +24,10 @@ from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 
 RETRY_SECONDS = 0.005  # from a refused chunk to the next look
 MAX_RESTARTS = 2  # restarts of one load because its prompt was preempted
+_ENDED = (
+    "the prefill engine has freed the blocks: the prefill was aborted, or its lease has ended before "
+    "all was read"
+)
 
 
 class Follower:
@@ -193,18 +197,18 @@ class Follower:
         cursor.next_look = now + cursor.schedule.wait(cursor.num_tokens, now)
         if header.tag != remote.stream_tag:
             if cursor.has_begun:
-                raise _EndedError
+                raise _ExpiredError(_ENDED)
             return  # its workers may be busy with the step before
         cursor.has_begun = True
         if header.nonce == ENDED:
-            raise _EndedError
+            raise _ExpiredError(_ENDED)
         if header.nonce == cursor.nonce:
             cursor.note_progress(header)
             cursor.next_look = now + cursor.schedule.wait(cursor.num_tokens, now)
         elif header.nonce != candidate:
             cursor.candidate = header.nonce  # counts when it is there at the next look, too
         elif cursor.num_restarts == MAX_RESTARTS:
-            raise _PreemptedError
+            raise _ExpiredError(f"the prefill was preempted more than {MAX_RESTARTS} times")
         else:
             cursor.start_again(header.nonce)
             cursor.moved = now
@@ -235,21 +239,8 @@ class Follower:
         look.link.drop()
 
 
-class _EndedError(ProtocolError):
-    """The row is the request's no more."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the prefill engine has freed the blocks: the prefill was aborted, or its lease has "
-            "ended before all was read"
-        )
-
-
-class _PreemptedError(ProtocolError):
-    """The prompt begins again too often."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the prefill was preempted more than {MAX_RESTARTS} times")
+class _ExpiredError(ProtocolError):
+    """The row is the request's no more, or its prompt begins again too often."""
 
 
 class _UnreachableError(ProtocolError):
@@ -257,7 +248,7 @@ class _UnreachableError(ProtocolError):
 
 
 def failure_of_stream(error: Exception) -> Failure:
-    if isinstance(error, (_EndedError, _PreemptedError)):
+    if isinstance(error, _ExpiredError):
         return Failure("expired", error)
     if isinstance(error, CommextTimeoutError):
         return Failure("timeout", error)
