@@ -57,7 +57,7 @@ class Reader:
         self._source = source
         self._caches = make_caches(SHAPE)
         (self._cache,) = self._caches.values()
-        config = ConnectorConfig(LOOPBACK, 1, require_fence=False, transport_probe=False)
+        config = ConnectorConfig(LOOPBACK, 1, transport_probe=False)
         agent, layout = NixlAgent(config), our_layout(SHAPE, self._caches, Rank(1, 0))
         agent.register(memory_ranges(self._caches), "DRAM", 0)
         local = LocalWorker("decode", peer.FACTS, layout)

@@ -37,8 +37,6 @@ class ConnectorConfig:
             of UCX is 4 where it is not set, and each thread holds doorbell pages on RDMA NICs.
         enforce_handshake_compat: refuse a peer whose configuration differs, or warn and go on where
             the bytes still have the same size and order.
-        require_fence: refuse request parameters without a fence, or warn and read blocks that could
-            have been freed unnoticed.
         side_channel_host: address that a prefill engine listens on and tells the decode engine.
         side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
         side_channel_secret_file: "" for none; see ``seal``.
@@ -66,7 +64,6 @@ class ConnectorConfig:
     backends: Annotated[Names, _BACKENDS] = ("UCX",)
     backend_params: Annotated[Mapping[str, str], _PARAMS] = field(default_factory=dict[str, str])
     enforce_handshake_compat: Flag = True
-    require_fence: Flag = True
     kv_lease_duration: Span = 60.0
     kv_lease_max_duration: Span = 600.0
     handshake_timeout: Span = 10.0
@@ -94,6 +91,7 @@ GONE = {
     "num_threads": 'it is one of backend_params: {"num_threads": "8"}',
     "progress_interval": "NIXL's progress thread looks every 0.02 s, and at once at what arrives",
     "peer_idle_timeout": "a prefill worker that no request needs is forgotten after half an hour",
+    "require_fence": "parameters without a fence are refused",
     "max_peers": "a worker knows up to 128 prefill workers, the ones needed last",
 }
 """Keys of the last release, and what takes their place."""

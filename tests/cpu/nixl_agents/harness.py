@@ -199,7 +199,7 @@ class Engine(Worker):
         memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = layer_names or [f"layer{number}" for number in range(num_layers)]
         geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes, dtype)
-        config = config_of(self.port, **{"require_fence": False, **settings})
+        config = config_of(self.port, **settings)
         super().__init__(
             engine_id,
             memory,

@@ -25,9 +25,7 @@ class Prompt:
         self.right = [row.copy() for row in self.prefill.memory]
         for row in self.prefill.memory:
             row[:] = 0
-        self.decode = make_engine(
-            "d", seed=2, require_fence=True, **{"stream_chunks": True, **settings}
-        )
+        self.decode = make_engine("d", seed=2, **{"stream_chunks": True, **settings})
         self.before = [row.copy() for row in self.decode.memory]
         self.begin(1)
 

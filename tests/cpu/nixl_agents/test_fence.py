@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.nixl_agents.harness import assert_fails, expected_after, load_of, same
+from tests.cpu.nixl_agents.harness import expected_after, load_of, same
 from vllm_commext.nixl.prefill.fence import KEY_BYTES, FenceSlots
 from vllm_commext.nixl.requests import Hold
 
@@ -17,12 +17,11 @@ KEY, LATER_KEY = bytes(KEY_BYTES), b"\1" * KEY_BYTES
 
 
 class Pair:
-    """A prefill worker with the slots of its scheduler side, and a decode worker that insists on
-    fences."""
+    """A prefill worker with the slots of its scheduler side, and a decode worker."""
 
     def __init__(self, make_engine: MakeEngine, key: bytes = KEY, num_slots: int = 4) -> None:
         self.prefill = make_engine("p", serve=True)
-        self.decode = make_engine("d", seed=2, require_fence=True)
+        self.decode = make_engine("d", seed=2)
         self.slots = FenceSlots(key, num_slots)
         self.taken: dict[str, int] = {}
         self.prefill.tables.fences.arm(key)
@@ -112,19 +111,3 @@ def test_parameters_from_before_a_restart_of_the_same_engine(
     new = pair.remote("x")
     assert_refused(pair, "replay", old, log_lines, "restarted" if tells else "used twice")
     assert_reads(pair, "x", new)
-
-
-def test_parameters_without_a_fence_are_refused(pair: Pair, log_lines: Lines) -> None:
-    without = pair.remote("x", fence_slot=-1, fence_nonce=0)
-    assert_fails(pair.decode, load_of("r", without, [7]), "request", log_lines, "let it pass all")
-    assert_reads(pair, "y", pair.remote("y"))
-
-
-def test_parameters_without_a_fence_are_read_with_a_warning_where_the_user_wants_it(
-    make_engine: MakeEngine, log_lines: Lines
-) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2, require_fence=False)
-    decode.load(load_of("r", prefill.remote("x", [9]), [7]))
-    assert decode.outcomes.failed == set()
-    assert [line for line in log_lines.messages if "dropped remote_fence_slot" in line]

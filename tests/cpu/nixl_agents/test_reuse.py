@@ -69,7 +69,7 @@ def owner(make_engine: MakeEngine) -> Owner:
 
 @pytest.fixture
 def reader(make_engine: MakeEngine) -> Any:
-    return make_engine("d", seed=2, reuse_blocks=True, require_fence=True)
+    return make_engine("d", seed=2, reuse_blocks=True)
 
 
 def test_blocks_that_stay_are_read_and_nobody_is_told(owner: Owner, reader: Any) -> None:
@@ -199,7 +199,6 @@ def test_the_same_without_generations_reads_wrong_bytes(owner: Owner, reader: An
     names = owner.offer([9, 2, 5])
     remote = replace(owner.remote("once", names), generations=())
     owner.overwrite(2)
-    reader.thread._loader._config = replace(reader.config, require_fence=False)
     reader.load(load_of("r", remote, [0, 1, 2]))
     assert "r" not in reader.outcomes.failed
     assert [_content(reader, block) for block in range(3)] != names

@@ -20,7 +20,6 @@ SECONDS = (
 )
 FLAGS = (
     "enforce_handshake_compat",
-    "require_fence",
     "host_copy",
     "transport_probe",
     "first_token_from_prefill",

@@ -48,6 +48,7 @@ REQUIRED = (
     "remote_num_tokens",
     "tp_size",
     "pp_size",
+    "remote_fence_slot",
 )
 
 
@@ -139,6 +140,7 @@ def test_a_missing_or_empty_field_is_named(name: str) -> None:
         ("pp_size", MAX_RANKS),
         ("remote_host", 5),
         ("remote_num_tokens", 1 << 80),
+        ("remote_fence_slot", -1),
         ("remote_fence_slot", 1 << 63),
         *(("remote_fence_nonce", value) for value in ("", "old", -1, 7, "0" * 15, "F" * 16)),
         ("remote_block_ids", []),
@@ -246,7 +248,7 @@ def check_ranges(remote: RemoteRequest) -> None:
     assert len(remote.block_ids) > 0
     assert 1 <= remote.tp_size <= MAX_RANKS
     assert 1 <= remote.port <= 65535
-    assert remote.fence_slot >= -1
+    assert remote.fence_slot >= 0
     assert 0 <= remote.fence_nonce < 1 << 64
 
 

@@ -189,7 +189,6 @@ class Loader:
             return True
         if shard.pairs is None or shard.pairs[0] is not link:
             self.uses.check_size(shard, link)
-            self._check_fence(shard)
             shard.pairs = link, prepare(shard, link)
         pairs = shard.pairs[1]
         if not len(pairs.local):
@@ -237,17 +236,6 @@ class Loader:
         logger.info("prefill engine %s: %s; connecting anew", link.key, error)
         self._guard("retry", lambda: self._recorder.count(retries=1))
         self._start(shard)
-
-    def _check_fence(self, shard: ShardRead) -> None:
-        if shard.remote.fence_slot >= 0 or not shard.remote.is_kept:
-            return
-        text = (
-            "the router dropped remote_fence_slot from the request parameters, so blocks that were "
-            "freed too early cannot be noticed: let it pass all parameters on"
-        )
-        if self._config.require_fence:
-            raise ProtocolError(text)
-        self._log.warning("fence", f"request {shard.use.request_id}: {text}")
 
     def _go_on_reading(self) -> bool:
         end, num_moves = time.monotonic() + BUSY_SECONDS, self._reads.num_moves

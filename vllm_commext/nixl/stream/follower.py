@@ -25,8 +25,8 @@ from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES
 RETRY_SECONDS = 0.005  # from a refused chunk to the next look
 MAX_RESTARTS = 2  # restarts of one load because its prompt was preempted
 _ENDED = (
-    "the prefill engine has freed the blocks: the prefill was aborted, or its lease has ended before "
-    "all was read"
+    "the prefill engine has freed the blocks: the prefill was aborted, or its lease has ended "
+    "before all was read"
 )
 
 

@@ -163,7 +163,7 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     remote_protocol: int = 0
     remote_incarnation: str = ""
-    remote_fence_slot: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
+    remote_fence_slot: Annotated[int, Meta(ge=0, le=MAX_INT)]
     remote_fence_nonce: str = ""
     remote_prompt: dict[str, str] = {}
     remote_first_token: Annotated[int, Meta(ge=-1, le=MAX_INT)] = -1
@@ -355,10 +355,8 @@ def _remote_of(remote: _RemoteParams) -> RemoteRequest:
 
 
 def _read_nonce(remote: _RemoteParams) -> int:
-    """The fence's nonce, 0 without a fence; it is text as not all routers keep 64-bit numbers."""
+    """The fence's nonce; it is text as not all routers keep 64-bit numbers."""
     nonce = remote.remote_fence_nonce
-    if remote.remote_fence_slot < 0:
-        return 0
     if not _NONCE.fullmatch(nonce):
         raise ProtocolError(
             "kv_transfer_params: expected remote_fence_nonce of 16 hexadecimal digits, got "
