@@ -279,9 +279,7 @@ class ReuseSide:
         self.has_steps = False
         self._engine = engine
         self._names = Names(reusing.configuration, reusing.block_size, engine.identity)
-        self._finder = BlockFinder(
-            engine.client, engine.engine_id, limit_seconds, engine.wakeup.notify
-        )
+        self._finder = BlockFinder(engine.client, limit_seconds, engine.wakeup.notify)
         self._pool: Any = None
         self._offers: Offers | None = None
         self._running: Callable[[], Iterable[Request]] = tuple

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -40,7 +39,7 @@ class Finder:
     def __init__(self, limit_seconds: float, secret: bytes | None = None) -> None:
         self.num_rings = 0
         self.client = ClientThread(secret)
-        self.asks = BlockFinder(self.client, "d", limit_seconds, self._ring)
+        self.asks = BlockFinder(self.client, limit_seconds, self._ring)
 
     def _ring(self) -> None:
         self.num_rings += 1
@@ -94,13 +93,6 @@ def test_the_run_that_is_on_offer_is_found(make: Any, serve: Any, secret: bytes 
     assert finder.find("again", NAMES, port).block_ids == [5]
     assert finder.find("others", NAMES[3:], port) is None
     assert finder.num_rings == 3
-
-
-def test_a_question_that_may_wait_as_older_engines_ask_it_is_answered_at_once() -> None:
-    older = {"kind": "find_blocks", "hashes": NAMES[0], "consumer": "d", "wait_seconds": 0.5}
-    frame = {**older, "magic": wire.MAGIC, "version": wire.PROTOCOL_VERSION}
-    asked = wire.FindBlocks(hashes=NAMES[0], consumer="d")
-    assert wire.decode_request(msgspec.msgpack.encode(frame)) == asked
 
 
 def test_a_long_prompt_is_one_question(make: Any, serve: Any) -> None:
@@ -180,7 +172,7 @@ FOUND = wire.FoundBlocks(
     generations=[3, 4],
 )
 OF_STREAMS = wire.FoundStreams(
-    engine_id="o", incarnation="1", host=HOST, port=1, tp_size=1, found={}
+    engine_id="o", incarnation="1", host=HOST, port=1, tp_size=1, pp_size=1, found={}
 )
 
 
@@ -196,9 +188,7 @@ OF_STREAMS = wire.FoundStreams(
         replace(FOUND, block_ids=[1, -1]),
         replace(FOUND, block_ids=[1, 1 << 31]),
         replace(FOUND, generations=[1, -1]),
-        replace(FOUND, port=0),
         replace(FOUND, port=65536),
-        replace(FOUND, tp_size=0),
         replace(FOUND, tp_size=1025),
     ],
 )

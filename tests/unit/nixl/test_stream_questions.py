@@ -64,7 +64,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 @pytest.fixture
 def asker(served: Served) -> Iterator[StreamAsker]:
     client = ClientThread(served.secret)
-    yield StreamAsker(client, "d", BOUND_SECONDS, BOUND_SECONDS, lambda: None)
+    yield StreamAsker(client, BOUND_SECONDS, BOUND_SECONDS, lambda: None)
     client.close()
 
 

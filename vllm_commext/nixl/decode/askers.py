@@ -57,13 +57,11 @@ class StreamAsker:
     def __init__(
         self,
         client: ClientThread,
-        consumer: str,
         limit_seconds: float,
         answer_seconds: float,
         notify: Callable[[], None],
     ) -> None:
         self._client = client
-        self._consumer = consumer
         self._limit_seconds = limit_seconds
         self._answer_seconds = answer_seconds
         self._notify = notify
@@ -130,7 +128,6 @@ class StreamAsker:
             keys=[key for key, is_found in chosen if not is_found],
             awaited=[key for key, is_found in chosen if is_found],
             wait_seconds=wait if len(chosen) == len(waiters.wanted) else SHORT_WAIT_SECONDS,
-            consumer=self._consumer,
         )
         waiters.channel.ask(
             question,
@@ -258,10 +255,9 @@ class BlockFinder:
     """Requests whose blocks are being looked for."""
 
     def __init__(
-        self, client: ClientThread, consumer: str, limit_seconds: float, notify: Callable[[], None]
+        self, client: ClientThread, limit_seconds: float, notify: Callable[[], None]
     ) -> None:
         self._client = client
-        self._consumer = consumer
         self._limit_seconds = limit_seconds
         self._notify = notify
         self._searches: dict[str, _Search] = {}
@@ -273,7 +269,7 @@ class BlockFinder:
         self, request_id: str, hashes: Sequence[bytes], addresses: Sequence[SideChannelAddress]
     ) -> None:
         asked = b"".join(hashes[: wire.MAX_HASHES])
-        question = wire.FindBlocks(hashes=asked, consumer=self._consumer)
+        question = wire.FindBlocks(hashes=asked)
         until = time.monotonic() + self._limit_seconds
         search = self._searches[request_id] = _Search(request_id, question, until, len(addresses))
         self._client.call(self._ask, search, addresses)

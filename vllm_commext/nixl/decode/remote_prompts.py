@@ -46,7 +46,7 @@ class RemotePrompts:
         self.quarantine = Quarantine(engine.tp_size * engine.pp_size)
         self._engine = engine
         self._reuse = reuse
-        self._asker = StreamAsker(engine.client, engine.engine_id, *limits, engine.wakeup.notify)
+        self._asker = StreamAsker(engine.client, *limits, engine.wakeup.notify)
         self._tokens = RemoteTokens(engine, self._asker)
         self._match = PromptMatch(engine.groups, engine.sampler, engine.identity)
         self._trust = Trust(config.kv_lease_duration)

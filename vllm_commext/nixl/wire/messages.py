@@ -24,6 +24,11 @@ MAX_QUESTION_BYTES = MAX_HASHES * HASH_BYTES + MAX_REQUEST_BYTES
 """Of a request to an engine that has blocks on offer."""
 
 
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+
+
 class Frame(msgspec.Struct, tag_field="kind", kw_only=True, frozen=True):
     magic: str = MAGIC
     version: int = PROTOCOL_VERSION
@@ -84,7 +89,6 @@ class FindStreams(Frame, tag="find_streams", frozen=True):
     keys: list[str]
     awaited: list[str] = []
     wait_seconds: float = 0.0
-    consumer: str = ""
 
 
 class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
@@ -105,9 +109,9 @@ class FoundStream(msgspec.Struct, kw_only=True, frozen=True):
     request_id: str = ""
     num_tokens: int = 0
     row: int = -1
-    tag: int = 0
+    tag: Annotated[int, msgspec.Meta(ge=0)] = 0
     fence_slot: int = -1
-    fence_nonce: int = 0
+    fence_nonce: Annotated[int, msgspec.Meta(ge=0)] = 0
     prompt: dict[str, str] = {}
     regions: list[int] = []
     first_token: int = -1
@@ -120,10 +124,10 @@ class FoundStreams(Frame, tag="found_streams", frozen=True):
     engine_id: str
     incarnation: str
     host: str
-    port: int
-    tp_size: int
+    port: Port
+    tp_size: Ranks
     found: dict[str, FoundStream]
-    pp_size: int = 1
+    pp_size: Ranks
 
 
 class FindBlocks(Frame, tag="find_blocks", frozen=True):
@@ -135,7 +139,6 @@ class FindBlocks(Frame, tag="find_blocks", frozen=True):
     """
 
     hashes: bytes
-    consumer: str = ""
 
 
 class FoundBlocks(Frame, tag="found_blocks", frozen=True):
@@ -144,8 +147,8 @@ class FoundBlocks(Frame, tag="found_blocks", frozen=True):
     engine_id: str
     incarnation: str
     host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    port: Port
+    tp_size: Ranks
     block_ids: list[Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]]
     generations: list[Annotated[int, msgspec.Meta(ge=0)]]
 

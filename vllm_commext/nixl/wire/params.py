@@ -21,7 +21,13 @@ from msgspec import Meta
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.description import MAX_ROWS
-from vllm_commext.nixl.wire.messages import KEY_DIGITS, PROTOCOL_VERSION
+from vllm_commext.nixl.wire.messages import (
+    KEY_DIGITS,
+    MAX_RANKS,
+    PROTOCOL_VERSION,
+    Port,
+    Ranks,
+)
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
 from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
 
@@ -37,7 +43,7 @@ MAX_PLACES = 16
 
 class _SideChannel(msgspec.Struct, forbid_unknown_fields=True):
     host: str
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    port: Port
     seal: str = ""
 
 
@@ -103,16 +109,13 @@ def _told(error: Exception, params: Mapping[str, Any]) -> str:
     return f"{error}, got {reprlib.repr(params[named[1]])}"
 
 
-def check_range(
-    name: str, value: float, low: float, high: float, what: str = "kv_transfer_params"
-) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ProtocolError(f"{what}: expected {name} from {low} to {high}, got {value}")
+        raise ProtocolError(f"expected {name} from {low} to {high}, got {value}")
 
 
 MAX_BLOCKS = 1 << 24
 MAX_GROUPS = 1024
-MAX_RANKS = 1024  # a load may have a part for each, and what is derived from each number is kept
 MAX_INT = (1 << 31) - 1
 MAX_SAMPLING_CHARACTERS = 256
 MAX_MILLISECONDS = (1 << 53) - 1  # as far as every router keeps numbers
@@ -156,11 +159,11 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
-    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_port: Port
     remote_block_ids: Annotated[list[list[int]], Meta(min_length=1, max_length=MAX_GROUPS)]
     remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)]
-    tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    pp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    tp_size: Ranks
+    pp_size: Ranks
     remote_protocol: int = 0
     remote_incarnation: str = ""
     remote_fence_slot: Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -214,8 +217,8 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
     except NOT_CONVERTED as error:
         raise ProtocolError(
-            f"kv_transfer_params are not those of a finished prefill ({_told(error, params)}): send "
-            "what the prefill engine returned, unchanged"
+            "kv_transfer_params are not those of a finished prefill "
+            f"({_told(error, params)}): send what the prefill engine returned, unchanged"
         ) from error
     _check_seal(remote, secret)
     check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
@@ -268,18 +271,10 @@ def asks_for_stream(params: Mapping[str, Any] | None) -> bool:
 
 def transfer_params_of_stream(remote: RemoteRequest, prompt: Mapping[str, str]) -> TransferParams:
     """A side channel's word of a stream as parameters; raises ProtocolError out of range."""
-    for name, value, low, high in (
-        ("port", remote.port, 1, 65535),
-        ("tp_size", remote.tp_size, 1, MAX_RANKS),
-        ("pp_size", remote.pp_size, 1, MAX_RANKS),
-        ("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS),
-        ("num_tokens", remote.num_tokens, 1, MAX_INT),
-        ("row", remote.stream_row, 0, MAX_ROWS - 1),
-        ("tag", remote.stream_tag, 0, (1 << 64) - 1),
-        ("fence_slot", remote.fence_slot, 0, MAX_INT),
-        ("fence_nonce", remote.fence_nonce, 0, (1 << 64) - 1),
-    ):
-        check_range(name, value, low, high, "the prefill engine's stream")
+    check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
+    check_range("tokens", remote.num_tokens, 1, MAX_INT)
+    check_range("row", remote.stream_row, 0, MAX_ROWS - 1)
+    check_range("fence_slot", remote.fence_slot, 0, MAX_INT)
     _check_prompt(prompt)
     return TransferParams(remote, prompt)
 
