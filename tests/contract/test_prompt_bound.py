@@ -193,6 +193,6 @@ def test_a_prefill_engine_of_version_0_2_is_not_read(make_engine: MakeEngine) ->
     decode = make_engine("kv_consumer")
     decode.schedule(request_of("r", of_version_0_2()))
     (load,) = decode.step().loads
-    assert load.refusal.startswith(f"kv_transfer_params: expected remote_protocol {4}, got none")
+    assert load.refusal.startswith(f"kv_transfer_params: expected remote_protocol {4}, got None")
     assert "install the same vllm-commext on both engines" in load.refusal
     assert load.remote is None

@@ -83,7 +83,14 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def refusal_of(own: Sampler, request: Request) -> FirstToken | None:
-    return own.refusal or _reason(request)
+    if own.refusal:
+        return own.refusal
+    has_more = request.prompt_embeds is not None or request.mm_features or request.resumable
+    if request.prompt_token_ids is None or has_more:
+        return FirstToken.PROMPT
+    params = request.sampling_params
+    is_usual = params is not None and not _is_unusual(params)
+    return None if is_usual and not _SAMPLE.match(request.request_id) else FirstToken.PARAMETERS
 
 
 def offer(own: Sampler, request: Request) -> tuple[int, str]:
@@ -106,15 +113,6 @@ def source_of(own: Sampler, transfer_params: TransferParams, request: Request) -
     is_same = transfer_params.remote.num_tokens == request.num_prompt_tokens
     is_same = is_same and transfer_params.sampling == _drawn_by(own, request.sampling_params)
     return FirstToken.PREFILL if is_same else FirstToken.DIFFERS
-
-
-def _reason(request: Request) -> FirstToken | None:
-    has_more = request.prompt_embeds is not None or request.mm_features or request.resumable
-    if request.prompt_token_ids is None or has_more:
-        return FirstToken.PROMPT
-    params = request.sampling_params
-    is_usual = params is not None and not _is_unusual(params)
-    return None if is_usual and not _SAMPLE.match(request.request_id) else FirstToken.PARAMETERS
 
 
 def _is_unusual(params: Any) -> bool:

@@ -245,7 +245,7 @@ class PeerTable:
     def _fail(self, peer: Peer, error: CommextError) -> None:
         self._ended.append(peer)
         peer.state = PeerState.LOST
-        self._close_links(peer, has_ended=not _may_live(error))
+        self._close_links(peer, has_ended=isinstance(error, ProtocolError))
 
     def _admit(self, peer: Peer, reply: wire.Described) -> None:
         described = open_description(reply)
@@ -328,7 +328,3 @@ class PeerTable:
         del self._peers[peer.key]
         self._close_links(peer, has_ended=peer.state == PeerState.LOST)
         peer.channel.close()
-
-
-def _may_live(error: CommextError) -> bool:
-    return not isinstance(error, ProtocolError)

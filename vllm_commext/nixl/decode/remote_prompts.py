@@ -253,20 +253,16 @@ class RemotePrompts:
         state.blocks = tuple(every)
         self.quarantine.begin(state)
 
-    def _release(self, state: LoadState, answer: object) -> None:
-        """Let the prefill engine free blocks of which nothing is read."""
-        if isinstance(answer, TransferParams | OtherWeightsError):
-            load = Load(state.request_id, answer.remote, awaited=False)
-            self._engine.step.loads.append(load)
-
     def finish(self, request: Request) -> bool:
         state = self._states.pop(request.request_id, None)
         if state is None:
             return False
         self._reuse.forget(state)
         is_unread = state.phase in (LoadPhase.ASKED, LoadPhase.KNOWN)
-        if is_unread and self._is_answered(state):  # else its lease frees the blocks
-            self._release(state, state.answer)
+        is_known = is_unread and self._is_answered(state)  # else its lease frees the blocks
+        if is_known and isinstance(state.answer, TransferParams | OtherWeightsError):
+            load = Load(state.request_id, state.answer.remote, awaited=False)
+            self._engine.step.loads.append(load)
         self._tokens.give_up(state)
         state.move(TokenPhase.COMPUTED)
         self._asker.forget(request.request_id)

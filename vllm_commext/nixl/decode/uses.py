@@ -162,7 +162,10 @@ class Uses:
         try:
             prefill = known.prefill if known is not None else self._prefill_of(remote_of(load))
             use = self._use(prefill, load.request_id)
-            use.failure = self._refused(load)
+            if load.refusal:
+                use.failure = Failure("request", ProtocolError(load.refusal))
+            if self.refusal is not None:
+                use.failure = failure_of(self.refusal, "internal")
             shards = prefill.begin(load)
         except Exception as error:  # noqa: BLE001 one load's error is no other's
             self.report(load, failure_of(error, "request"))
@@ -260,11 +263,6 @@ class Uses:
                 name = short_id(prefill.remote.request_id)
                 if _can_be_sent(name):
                     yield name
-
-    def _refused(self, load: Load) -> Failure | None:
-        if self.refusal is not None:
-            return failure_of(self.refusal, "internal")
-        return Failure("request", ProtocolError(load.refusal)) if load.refusal else None
 
     def _end(self, use: Use, load: Load) -> None:
         self._uses.pop(use.request_id, None)

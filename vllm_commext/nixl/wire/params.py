@@ -164,7 +164,7 @@ class _RemoteParams(msgspec.Struct, kw_only=True):
     remote_num_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)]
     tp_size: Ranks
     pp_size: Ranks
-    remote_protocol: int = 0
+    remote_protocol: int
     remote_incarnation: str = ""
     remote_fence_slot: Annotated[int, Meta(ge=0, le=MAX_INT)]
     remote_fence_nonce: str = ""
@@ -213,6 +213,13 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
             "another connector, or the router drops fields that it does not know. Start both "
             "engines with CommextNixlConnector and let the router pass all parameters on"
         )
+    version = params.get("remote_protocol")
+    if str(version) != str(PROTOCOL_VERSION):
+        raise ProtocolError(
+            f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
+            f"{reprlib.repr(version)}: install the same vllm-commext on both engines (0.2 has "
+            "none), and let the router pass all parameters on"
+        )
     try:
         remote = msgspec.convert(dict(params), _RemoteParams, strict=False)
     except NOT_CONVERTED as error:
@@ -224,7 +231,6 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
     check_range("tp_size * pp_size", remote.tp_size * remote.pp_size, 1, MAX_RANKS)
     num_blocks = sum(len(block_ids) for block_ids in remote.remote_block_ids)
     check_range("blocks in remote_block_ids", num_blocks, 0, MAX_BLOCKS)
-    _check_protocol(remote)
     _check_prompt(remote.remote_prompt)
     return TransferParams(
         _remote_of(remote),
@@ -319,15 +325,6 @@ def _check_seal(remote: _RemoteParams, secret: bytes | None) -> None:
             )
         return
     check_params(secret, msgspec.structs.asdict(remote), proof)
-
-
-def _check_protocol(remote: _RemoteParams) -> None:
-    if remote.remote_protocol != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
-            f"{remote.remote_protocol or 'none'}: install the same vllm-commext on both engines "
-            "(0.2 has none), and let the router pass all parameters on"
-        )
 
 
 def _check_prompt(prompt: Mapping[str, str]) -> None:
