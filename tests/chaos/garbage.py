@@ -31,8 +31,8 @@ BODIES = (
 def requests() -> list[bytes]:
     """Valid frames of the side channel to start from."""
     frames = (
-        wire.DescribeRequest(engine_id="prefill-0", tp_rank=0, consumer="decode-0/0"),
-        wire.DescribeRequest(engine_id="another", tp_rank=-1, configuration="c" * 64),
+        wire.DescribeRequest(engine_id="prefill-0", tp_rank=0),
+        wire.DescribeRequest(engine_id="another", tp_rank=-1),
         wire.DescribeRequest(engine_id="prefill-0", tp_rank=1 << 40, version=1),
         wire.DescribeRequest(engine_id="p", tp_rank=0, magic="nixl"),
         wire.Refused(reason="?"),

@@ -30,7 +30,7 @@ NOTIFICATIONS = (b"hello", b"\xff\xfe\x00", b"", b"a:b:c", b"HB:")
 def agent_metadata(kind: str, host: str, port: int, engine_id: str) -> bytes:
     """Raises ``TimeoutError`` where vLLM's side channel does not answer."""
     if kind == "ours":
-        request = wire.DescribeRequest(engine_id=engine_id, tp_rank=0, consumer="rogue/0")
+        request = wire.DescribeRequest(engine_id=engine_id, tp_rank=0)
         return open_description(ask(host, port, request)).agent_metadata
     with zmq.Context() as context, context.socket(zmq.REQ) as requester:
         requester.setsockopt(zmq.LINGER, 0)

@@ -133,7 +133,7 @@ def _describe(host: str, port: int, secret: bytes | None, worker: int) -> wire.D
     """A worker's answer to the question that decode engines ask first; CommextError if refused."""
     client = SideChannelClient(secret)
     answers: list[wire.Described | CommextError] = []
-    request = wire.DescribeRequest(engine_id="", tp_rank=worker, consumer=NAME)
+    request = wire.DescribeRequest(engine_id="", tp_rank=worker)
     channel = SideChannel(client, (host, port), NO_BACK_OFF)
     channel.ask(request, ANSWER_SECONDS, answers.append, answers.append)
     while not answers:

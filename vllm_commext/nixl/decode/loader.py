@@ -53,8 +53,7 @@ class Loader:
         self._probing: tuple[Link, Generator[None]] | None = None
         self.client = SideChannelClient(read_secret(config.side_channel_secret_file))
         self._peers = PeerTable(agent, config, local, recorder, self.client)
-        request = self._peers.request_for("", 0)
-        self._preconnect = Preconnect(self.client, config, request, self._connect)
+        self._preconnect = Preconnect(self.client, config, self._connect)
         self._reads = ReadSet(agent, recorder, config.max_bytes_in_flight, config.transfer_timeout)
         self.streams = Follower(agent, config.transfer_timeout)
         self._log = RateLimitedLog()
@@ -330,12 +329,10 @@ class Preconnect:
         self,
         client: SideChannelClient,
         config: ConnectorConfig,
-        request: wire.DescribeRequest,
         on_found: Callable[[str, int, str, WorkerDescription], None],
     ) -> None:
         self._client = client
         self._seconds = config.handshake_timeout
-        self._request = request
         self._on_found = on_found
         addresses = [parse_address(text) for text in dict.fromkeys(config.peers)]
         self._channels = {
@@ -349,7 +346,7 @@ class Preconnect:
 
     def _ask(self, channel: SideChannel) -> None:
         channel.ask(
-            self._request,
+            wire.DescribeRequest(engine_id="", tp_rank=0),
             self._seconds,
             partial(self._note_reply, channel),
             partial(self._note_error, channel),

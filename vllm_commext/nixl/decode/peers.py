@@ -20,12 +20,7 @@ from vllm_commext.nixl.requests import PeerKey
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.client import BackOff, SideChannel, SideChannelClient
-from vllm_commext.nixl.wire.description import (
-    WorkerDescription,
-    check_facts,
-    digest,
-    open_description,
-)
+from vllm_commext.nixl.wire.description import WorkerDescription, check_facts, open_description
 
 
 class PeerState(StrEnum):
@@ -130,14 +125,6 @@ class PeerTable:
             peer.waiting or peer.state == PeerState.HANDSHAKING for peer in self._peers.values()
         )
 
-    def request_for(self, engine_id: str, worker: int) -> wire.DescribeRequest:
-        return wire.DescribeRequest(
-            engine_id=engine_id,
-            tp_rank=worker,
-            consumer=self._local.consumer,
-            configuration=digest(self._local.facts),
-        )
-
     def count_states(self) -> dict[str, int]:
         peers = self._peers.values()
         counts = Counter(DRAINING if one.drains else one.state for one in peers)
@@ -214,7 +201,7 @@ class PeerTable:
             peer.channel.retry_at = now
         peer.channel.close()
         peer.channel.ask(
-            self.request_for(key[0], key[3]),
+            wire.DescribeRequest(engine_id=key[0], tp_rank=key[3]),
             self._config.handshake_timeout,
             partial(self._admit, peer),
             partial(self._fail, peer),

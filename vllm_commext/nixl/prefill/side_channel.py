@@ -19,7 +19,7 @@ from vllm_commext.nixl.reuse import OfferTable
 from vllm_commext.nixl.stream.producer import StreamDirectory
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.connection import addresses
-from vllm_commext.nixl.wire.description import describe, digest, open_description
+from vllm_commext.nixl.wire.description import describe, open_description
 from vllm_commext.nixl.wire.seal import FrameVerifier
 
 _RETRY_SECONDS = 0.2
@@ -111,7 +111,6 @@ class SideChannelServer:
         }
         self._answers = {number: wire.encode(answer) for number, answer in described.items()}
         opened = [open_description(answer) for answer in described.values()]
-        self._configurations = {digest(one.facts) for one in opened}
         self._pp_size = max((one.layout.pp_size for one in opened), default=1)
         self._log = RateLimitedLog()
         self._stop = threading.Event()
@@ -323,12 +322,6 @@ class SideChannelServer:
             raise ProtocolError(
                 f"engine {self.engine_id!r} has the workers {sorted(self._answers)}, the request "
                 f"is for worker {request.tp_rank}"
-            )
-        if request.configuration and request.configuration not in self._configurations:
-            self._log.warning(
-                "configuration",
-                f"decode engine {request.consumer!r} is configured differently from this prefill "
-                f"engine {self.engine_id!r}; its log lists the differences",
             )
         return request.tp_rank
 

@@ -40,13 +40,10 @@ class DescribeRequest(Frame, tag="describe", frozen=True):
     Attributes:
         engine_id: "" for whichever engine it is.
         tp_rank: the worker's number there, see ``worker_number``.
-        configuration: digest of the facts of the engine that asks.
     """
 
     engine_id: str
     tp_rank: int
-    consumer: str = ""
-    configuration: str = ""
 
 
 class Described(Frame, tag="described", frozen=True):

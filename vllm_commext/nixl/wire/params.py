@@ -214,7 +214,7 @@ def read_params(params: Mapping[str, Any], secret: bytes | None = None) -> Trans
             "engines with CommextNixlConnector and let the router pass all parameters on"
         )
     version = params.get("remote_protocol")
-    if str(version) != str(PROTOCOL_VERSION):
+    if version not in (PROTOCOL_VERSION, str(PROTOCOL_VERSION)):
         raise ProtocolError(
             f"kv_transfer_params: expected remote_protocol {PROTOCOL_VERSION}, got "
             f"{reprlib.repr(version)}: install the same vllm-commext on both engines (0.2 has "
