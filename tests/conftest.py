@@ -64,7 +64,6 @@ LONGEST = (
     "cpu/nixl_agents/test_streams.py",
     "cpu/nixl_agents/test_remote_requests.py",
     "cpu/nixl_agents/test_mapped.py",
-    "cpu/nixl_agents/test_several_sources.py",
     "cpu/nixl_agents/test_clusters.py",
     "cpu/nixl_agents/test_restarts.py",
     "cpu/nixl_agents/test_reads.py",

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from tests.cpu.nixl_agents.harness import BLOCK_SIZE, DESCRIPTION, STREAM, Engine, Rank, load_of
+from tests.cpu.nixl_agents.harness import BLOCK_SIZE, DESCRIPTION, STREAM, Engine, load_of
 from vllm_commext.nixl.requests import Chunk, RemoteRequest
 
 
@@ -22,13 +22,11 @@ def begin_prompt(engine: Engine, num_blocks: int) -> None:
 
 def main() -> None:
     engine_id, incarnation, wanted, *numbers = sys.argv[1:]
-    seed, num_blocks, num_heads, size, index, port, num_computed = map(int, numbers)
+    seed, num_blocks, port, num_computed = map(int, numbers)
     engine = Engine(
         engine_id,
         seed=seed,
         num_blocks=num_blocks,
-        num_heads=num_heads,
-        rank=Rank(size, index),
         port=port,
         incarnation=incarnation,
         serve=port > 0,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -230,20 +230,12 @@ class Decode:
         """What a worker of a stage is to read."""
         return replace(self.case, decode=stage_of(self.case.decode, self.dealt[stage]))
 
-    def submit(
-        self,
-        request: Request,
-        remote: RemoteRequest,
-        *,
-        nothing_missing: bool = False,
-        workers: Sequence[int] | None = None,
-    ) -> None:
-        """Load a request on every worker, or on these."""
+    def submit(self, request: Request, remote: RemoteRequest) -> None:
+        """Load a request on every worker."""
         blocks = tuple(Blocks(table.first, list(table.block_ids)) for table in request.local)
         name = f"d{request.number}"
-        for worker in self.workers if workers is None else [self.workers[one] for one in workers]:
-            load = Load(name, remote, () if nothing_missing else blocks, request.num_tokens)
-            worker.thread.submit(load)
+        for worker in self.workers:
+            worker.thread.submit(Load(name, remote, blocks, request.num_tokens))
 
     def wait_received(self, requests: Iterable[Request]) -> list[set[str]]:
         """Until these requests' loads have ended; those that failed, a worker at a time."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.nixl_agents.harness import wait_until
-from tests.cpu.nixl_agents.simulation import Cluster, Prefill
+from tests.cpu.nixl_agents.simulation import Cluster
 from tests.kit.crossed import crossed
 from tests.unit.nixl.cluster_cases import PAIRS, Case, Model, Span, case_of, random_span
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
@@ -30,7 +30,6 @@ HYBRID: Model = (
     Group("state", (State("mamba2", 16, 2, 8, 2), State("gdn", 16, 2, 8, 3))),
     Group("state", (State("mamba1", 16, state_size=3), State("short_conv", 24))),
 )
-DENSE: Model = (Group("full", (Attention(4, 2),) * 4),)
 # How a decode engine keeps each model, and prompts of several chunks: of the window only what it
 # still needs is left at the end, and states are there at the end alone.
 KINDS: dict[str, tuple[Model, tuple[int, ...], tuple[int, ...], dict[str, Any], list[Span]]] = {
@@ -46,7 +45,6 @@ KINDS: dict[str, tuple[Model, tuple[int, ...], tuple[int, ...], dict[str, Any], 
         *(HYBRID, (6, 3, 5, 2), (3, 1, 1, 1), {"order": "LBNHC", "padding": 1}),
         [Span(41, 41, (0,) * 4, (0,) * 4), Span(36, 36, (6, 0, 0, 0), (0,) * 4)],
     ),
-    "dense": (DENSE, (6,), (1,), {"order": "LBNHC"}, [Span(41, 41, (0,), (0,))]),
 }
 MIXED = ["attention", "hybrid"]
 Size = tuple[int, list[int]]
@@ -143,67 +141,8 @@ def test_engines_of_several_sizes_prefill_for_one() -> None:
         assert_all_is_right(cluster)
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (2, 4)], ids=str)
-def test_a_full_hit_releases_every_prefill_rank_and_reads_nothing(sizes: tuple[int, int]) -> None:
-    with Cluster(case_between("attention", *sizes)) as cluster:
-        for request in cluster.requests:
-            cluster.prefill.hold(request)
-            remote = cluster.prefill.remote(request)
-            cluster.decode.submit(request, remote, nothing_missing=True)
-        assert cluster.decode.wait_received(cluster.requests) == [set()] * sizes[1]
-        cluster.prefill.wait_released(cluster.requests)
-        assert cluster.decode.faults([]) == []
-
-
-def test_engines_that_do_not_fit_each_other_are_refused_on_every_rank() -> None:
-    case = case_between("hybrid", 2, 4, 1)
-    engine = replace(case.prefill.engine, dim_first=False)
-    with Cluster(replace(case, prefill=Cache(HYBRID, engine))) as cluster:
-        (request,) = case.requests
-        cluster.decode.submit(request, cluster.prefill.remote(request))
-        assert cluster.decode.wait_received(case.requests) == [{"d1"}] * 4
-        for worker in cluster.decode.workers:
-            assert worker.recorded["failures"] == {"configuration": 1}
-        assert cluster.decode.faults([]) == []
-
-
-def consumers_of(prefill: Prefill, name: str) -> list[int]:
-    """How many decode workers have released a request, for each prefill worker."""
-    ledgers = [worker.thread._lease_manager._leases._leases for worker in prefill.workers]
-    return [len(ledger[name].released_by) if name in ledger else -1 for ledger in ledgers]
-
-
-def test_nothing_is_free_before_the_workers_of_all_decode_stages_are_done() -> None:
-    with staged(case_between("dense", 1, 2, 1), (1, [2]), (2, [2])) as cluster:
-        (request,) = cluster.requests
-        name, remote = f"p{request.number}", cluster.prefill.remote(request)
-        cluster.prefill.hold(request)
-        cluster.decode.submit(request, remote, workers=[0, 1, 2])
-        wait_until(
-            lambda: consumers_of(cluster.prefill, name) == [3, 3], "the releases of three workers"
-        )
-        for worker in cluster.prefill.workers:
-            assert worker.collect().sent == set()
-        cluster.decode.submit(request, remote, workers=[3])
-        cluster.decode.wait_received(cluster.requests)
-        cluster.prefill.wait_released(cluster.requests)
-        assert cluster.decode.faults(cluster.requests) == []
-
-
-def test_stages_with_no_layer_in_common_are_only_released() -> None:
-    with staged(case_between("dense", 1, 1, 1), (1, [2]), (1, [2])) as cluster:
-        cluster.run()
-        assert cluster.decode.faults(cluster.requests) == []
-        for number, worker in enumerate(cluster.decode.workers):
-            peers = worker.thread._loader._peers._peers
-            plans = {key[3]: peer.link.plan.sections for key, peer in peers.items() if peer.link}
-            assert {there: bool(sections) for there, sections in plans.items()} == {
-                there: there == number for there in range(2)
-            }
-
-
 def test_a_wrong_number_of_stages_is_refused() -> None:
-    with staged(case_between("dense", 1, 1, 1), (1, [2]), (1, [])) as cluster:
+    with staged(case_between("hybrid", 1, 1, 1), (1, [2]), (1, [])) as cluster:
         (request,) = cluster.requests
         cluster.decode.submit(request, cluster.prefill.remote(request, pp_size=1))
         assert cluster.decode.wait_received(cluster.requests) == [{f"d{request.number}"}]

@@ -14,16 +14,9 @@ from tests.cpu.nixl_agents.harness import FACTS, assert_fails, assert_works, loa
 from tests.kit.servers import free_port
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import ConnectorConfig
-from vllm_commext.nixl.requests import Load
 from vllm_commext.nixl.transfer_thread import GiveUp
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire import description
-from vllm_commext.nixl.wire.description import (
-    WorkerDescription,
-    describe,
-    encode_description,
-    open_description,
-)
+from vllm_commext.nixl.wire.description import describe, encode_description, open_description
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,14 +58,13 @@ HALF = "half\ud800"  # of a surrogate pair, which UTF-8 cannot write
 @pytest.mark.parametrize(
     ("settings", "changes", "reason", "words"),
     [
-        ({"layer_names": ["layer0", "layer1", "other"]}, {}, "handshake", ["'layer2'", "'other'"]),
         ({"num_heads": 4}, {}, "configuration", ["layer0", "num_heads is 2", "and 4 in the"]),
         ({}, {"engine_id": "q"}, "handshake", ["'q'", "'p'"]),
         ({}, {"engine_id": HALF}, "handshake", []),
-        ({}, {"host": "a b"}, "handshake", ["not an address"]),
         ({}, {"host": HALF}, "handshake", ["not an address"]),
         ({}, {"block_ids": ()}, "request", ["have 0 groups of blocks, expected 1", "'p'"]),
         ({}, {"fence_slot": 1 << 31}, "request", ["remote_fence_slot"]),
+        ({}, {"block_ids": ((1 << 63,),)}, "request", ["remote block ids", "'p'"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -91,41 +83,20 @@ def test_what_another_engine_has_or_is_said_to_have(
     assert_works(decode, make_engine("p2", seed=3, serve=True) if settings else prefill)
 
 
-def altered(right: WorkerDescription, **change: Any) -> WorkerDescription:
-    """The description with one value changed, in itself, its layout or its layout's only family."""
-    (name,) = list(change)[:1]
-    layout = right.layout
-    if hasattr(right, name):
-        return replace(right, **change)
-    if hasattr(layout, name):
-        return replace(right, layout=replace(layout, **change))
-    return replace(right, layout=replace(layout, families=[replace(layout.families[0], **change)]))
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"agent_metadata": b"garbage"}, "NIXL cannot use the metadata"),
-        ({"base_addresses": [1, 2, 3]}, "NIXL cannot use the metadata"),
-        ({"num_blocks": 23}, "expected rows for all blocks"),
         ({"memory_type": "MOON"}, "NIXL cannot use the metadata"),
         ({"engine_id": "q"}, "'q'"),
-        ({"tp_rank": 1}, "expected tp_rank below tp_size"),
-        ({"tp_size": 2, "tp_rank": 1}, "worker 1"),
     ],
 )
 def test_a_description_that_does_not_hold(
-    make_engine: MakeEngine,
-    log_lines: Lines,
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    word: str,
+    make_engine: MakeEngine, log_lines: Lines, change: dict[str, Any], word: str
 ) -> None:
     prefill = make_engine("p")
     right = open_description(describe(prefill.description, "x"))
-    with monkeypatch.context() as patched:  # a peer that does not check what it sends
-        patched.setattr(description, "check_layout", lambda layout: None)
-        prefill.serve(encode_description(altered(right, **change)))
+    prefill.serve(encode_description(replace(right, **change)))
     decode = make_engine("d", seed=2)
     load = load_of("r", prefill.remote("x", [1]), [1])
     assert_fails(decode, load, "handshake", log_lines, word, "'p'")
@@ -163,42 +134,10 @@ def test_more_unknown_engines_than_there_are_sockets(make_engine: MakeEngine) ->
     assert_works(decode, prefill)
 
 
-@pytest.mark.parametrize(
-    ("load", "words"),
-    [
-        (load_of("r", None, [1], refusal="the parameters are wrong"), ["the parameters are wrong"]),
-        (load_of("r", None, [1]), []),
-    ],
-)
-def test_a_refused_load(
-    make_engine: MakeEngine, log_lines: Lines, load: Load, words: list[str]
-) -> None:
+def test_a_refused_load(make_engine: MakeEngine, log_lines: Lines) -> None:
     decode = make_engine("d", seed=2)
-    assert_fails(decode, load, "request", log_lines, *words)
-
-
-@pytest.mark.parametrize(
-    ("remote_ids", "local_ids", "first", "word"),
-    [
-        ([1, 1 << 63], [0, 1], 0, "remote block ids"),
-        ([1, 2], [0, 24], 0, "local block ids"),
-        ([1, 2], [0, 1], 1, "of the tokens from 16 to 47"),
-    ],
-)
-def test_blocks_that_do_not_fit(
-    make_engine: MakeEngine,
-    log_lines: Lines,
-    remote_ids: list[int],
-    local_ids: list[int],
-    first: int,
-    word: str,
-) -> None:
-    prefill = make_engine("p", serve=True)
-    decode = make_engine("d", seed=2)
-    load = load_of("r", prefill.remote("x", remote_ids), local_ids, first)
-    assert_fails(decode, load, "request", log_lines, word, "'p'")
-    assert_works(decode, prefill)
-    assert len(decode.recorded["handshake_seconds"]) == 1
+    load = load_of("r", None, [1], refusal="the parameters are wrong")
+    assert_fails(decode, load, "request", log_lines, load.refusal)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:

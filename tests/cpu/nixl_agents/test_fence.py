@@ -94,6 +94,8 @@ def test_parameters_used_again_when_others_have_their_slot(
 def test_a_lease_that_ran_out_is_noticed(pair: Pair, log_lines: Lines) -> None:
     remote = pair.remote("x", lease_seconds=0.05)
     pair.wait_freed("x")
+    assert pair.prefill.recorded["expired_requests"] == 1
+    pair.prefill.wait(lambda: "request x: its blocks were kept for" in log_lines.text)
     assert_refused(pair, "r", remote, log_lines, "came later than kv_lease_duration")
 
 

@@ -10,8 +10,6 @@ import pytest
 from tests.cpu.nixl_agents.harness import SlowReads, expected_after, load_of, same, wait_until
 from vllm_commext.nixl.requests import Hold, Wait
 from vllm_commext.nixl.transfer_thread import DUTY_WAIT_SECONDS, IDLE_WAIT_SECONDS
-from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.messages import KeepAlive, Released
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,22 +67,6 @@ def test_a_request_that_waits_is_kept_and_no_longer_than_it_may_be(make_engine: 
     assert decode.outcomes.failed == {"r"}
 
 
-def test_heartbeats_that_fit_nothing_are_counted_and_ignored(make_engine: MakeEngine) -> None:
-    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
-    decode.load(load_of("first", prefill.remote("y", [1]), [1]))
-    prefill.thread.submit(Hold("x", 600.0, 3, 0))
-    told = KeepAlive(consumer="c/0", request_ids=["x", "other"])
-    probe = Released(request_id="x", consumer="c/0", num_consumers=1)
-    name = prefill.agent.name
-    wait_until(lambda: len(prefill.thread._lease_manager) == 1, "the hold")
-    for message in (told, told, probe, told):
-        decode.agent.notify(name, wire.encode(message))
-    prefill.wait(lambda: prefill.collect().sent == {"x"})
-    # The first load may have taken long enough for a heartbeat of its own.
-    prefill.wait(lambda: prefill.collect() is not None and _beats(prefill)[1] >= 4)
-    assert _beats(prefill)[0] == 2
-
-
 def test_who_has_no_duties_looks_once_a_second(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +82,3 @@ def test_who_has_no_duties_looks_once_a_second(
     wait_until(lambda: len(looks) >= 6, "six looks")
     # A tenth of that where it looks as often as for its duties; a busy machine only adds to it.
     assert time.monotonic() - begun >= 3 * IDLE_WAIT_SECONDS
-
-
-def _beats(prefill: Any) -> tuple[int, int]:
-    return prefill.recorded["heartbeats"], prefill.recorded["ignored_heartbeats"]

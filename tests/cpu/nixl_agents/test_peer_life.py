@@ -20,7 +20,7 @@ from tests.cpu.nixl_agents.harness import (
     states,
     wait_until,
 )
-from tests.cpu.nixl_agents.ranks import PeerProcess
+from tests.cpu.nixl_agents.peer_process import PeerProcess
 from tests.kit.servers import free_port
 from vllm_commext.nixl.decode import links
 from vllm_commext.nixl.decode.peers import PeerState

@@ -45,14 +45,6 @@ def test_random_block_maps_arrive_to_the_byte(make_engine: MakeEngine) -> None:
     assert recorded["bytes"] == 3 * BLOCK_BYTES * num_blocks
 
 
-def test_a_release_that_comes_before_its_hold_counts(make_engine: MakeEngine) -> None:
-    prefill = make_engine("p", seed=1, serve=True)
-    decode = make_engine("d", seed=2)
-    decode.load(load_of("r", prefill.remote("mine", [1]), [1]))
-    prefill.thread.submit(Hold("mine", 60.0))
-    prefill.wait(lambda: prefill.collect().sent == {"mine"})
-
-
 @pytest.mark.parametrize("awaited", [True, False])
 def test_a_full_hit_only_releases(make_engine: MakeEngine, awaited: bool) -> None:
     prefill = make_engine("p", seed=1, serve=True)
@@ -67,19 +59,6 @@ def test_a_full_hit_only_releases(make_engine: MakeEngine, awaited: bool) -> Non
     assert decode.outcomes.received == ({"r"} if awaited else set())
     assert same(decode.memory, before)
     assert decode.recorded["transfer_seconds"] == []
-
-
-def test_a_hold_ends_with_its_lease(
-    make_engine: MakeEngine, log_lines: pytest.LogCaptureFixture
-) -> None:
-    prefill = make_engine("p", seed=1, serve=True)
-    prefill.thread.submit(Hold("short", 0.05))
-    prefill.thread.submit(Hold("long", 600.0))
-    prefill.wait(lambda: prefill.collect().sent == {"short"})
-    prefill.wait(lambda: bool(prefill.collect()) and prefill.recorded["expired_requests"] > 0)
-    assert any("request short" in line and "freed" in line for line in log_lines.messages)
-    assert prefill.collect().sent == {"short"}
-    assert prefill.recorded["expired_requests"] == 1
 
 
 def test_stop_ends_the_threads_and_may_be_repeated(make_engine: MakeEngine) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.cpu.nixl_agents.harness import (
     BLOCK_BYTES,
     BOUND_SECONDS,
-    FACTS,
     SlowReads,
     assert_works,
     expected_after,
@@ -79,28 +78,15 @@ def test_a_remote_request_is_kept_for_one_that_waits(
     assert decode.outcomes.failed == set()
 
 
-@pytest.mark.parametrize(
-    ("change", "settings", "reason"),
-    [
-        ({"block_ids": ((99,),)}, {}, "request"),
-        ({"tp_size": 3}, {}, "configuration"),
-        ({}, {"facts": {**FACTS, "dtype": "int8"}}, "configuration"),
-        ({}, {"layer_names": ["layer0", "layer1", "other"]}, "handshake"),
-        ({"fence_slot": 1 << 20}, {}, "request"),
-    ],
-    ids=["blocks", "uneven", "facts", "layers", "fence"],
-)
+@pytest.mark.parametrize("change", [{"block_ids": ((99,),)}, {"fence_slot": 1 << 20}])
 def test_a_load_that_fails_releases_at_once(
-    make_engine: MakeEngine, change: dict[str, Any], settings: dict[str, Any], reason: str
+    make_engine: MakeEngine, change: dict[str, Any]
 ) -> None:
-    prefill = make_engine("p", serve=True, **settings)
-    decode = make_engine("d", seed=2)
-    for turn in range(2):  # the second one within the back-off of a handshake that failed
-        prefill.thread.submit(Hold(f"x{turn}", 600.0))
-        remote = replace(prefill.remote(f"x{turn}", [1]), **change)
-        decode.load(load_of(f"r{turn}", remote, [1]))
-        prefill.wait(lambda turn=turn: f"x{turn}" in prefill.collect().sent)
-    assert decode.recorded["failures"] == {reason: 2}
+    prefill, decode = make_engine("p", serve=True), make_engine("d", seed=2)
+    prefill.thread.submit(Hold("x", 600.0))
+    decode.load(load_of("r", replace(prefill.remote("x", [1]), **change), [1]))
+    prefill.wait(lambda: "x" in prefill.collect().sent)
+    assert decode.recorded["failures"] == {"request": 1}
     wait_until(lambda: nothing_left(decode), "the end of all transfers")
 
 

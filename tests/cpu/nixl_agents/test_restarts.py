@@ -20,7 +20,7 @@ from tests.cpu.nixl_agents.harness import (
     free_port,
     wait_until,
 )
-from tests.cpu.nixl_agents.ranks import PeerProcess
+from tests.cpu.nixl_agents.peer_process import PeerProcess
 from tests.kit.memory import heap_bytes
 from vllm_commext.nixl.requests import Hold
 

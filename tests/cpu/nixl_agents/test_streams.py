@@ -16,7 +16,7 @@ from tests.cpu.nixl_agents.harness import (
     same,
     wait_until,
 )
-from tests.cpu.nixl_agents.ranks import PeerProcess
+from tests.cpu.nixl_agents.peer_process import PeerProcess
 from tests.cpu.nixl_agents.streams import BLOCKS, CHUNKS, Prompt
 from tests.kit.crossed import crossed
 from vllm_commext.nixl.transfer_thread import GiveUp

@@ -30,9 +30,7 @@ SECOND = Failure("expired", ProtocolError("second"))
 
 def transfer_of(num_read: int, num_others: int = 0) -> RemotePrefill:
     ranks = range(num_read + num_others)
-    return RemotePrefill(
-        REMOTE, Sources(tuple(ranks[:num_read]), dict.fromkeys(ranks, 2))
-    )
+    return RemotePrefill(REMOTE, Sources(tuple(ranks[:num_read]), dict.fromkeys(ranks, 2)))
 
 
 def load_named(request_id: str, block_ids: tuple[int, ...] = (1,)) -> Load:
