@@ -269,7 +269,7 @@ def test_a_request_whose_answer_or_client_has_ended_releases_the_prefill_engine(
         ({"temperature": 0.8}, PROMPT, ["r"], FirstToken.DIFFERS),
         # A router has mixed two requests up: the KV cache that they share can be used.
         ({"temperature": 0.7}, [*PROMPT, 77], ["r"], FirstToken.DIFFERS),
-        ({"temperature": 0.7}, PROMPT, ["0_r", "1_r"], FirstToken.SAMPLES),
+        ({"temperature": 0.7}, PROMPT, ["0_r", "1_r"], FirstToken.PARAMETERS),
     ],
     ids=["drawn otherwise", "a longer prompt", "samples of one request"],
 )

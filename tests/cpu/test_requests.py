@@ -82,28 +82,10 @@ def test_a_refusal_is_that_of_one_server_and_nothing_is_held(
     servers.frees_all()
 
 
-EVERY = [(path, name) for path in (COMPLETIONS, CHAT) for name in REFUSED]
-
-
 async def status_of(client: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> int:
     async with client.post(path, json=body) as answer:
         await answer.read()
         return answer.status
-
-
-def test_four_of_each_refused_kind_at_once_leave_nothing(servers: Servers) -> None:
-    """Of a client that asks as soon as it is connected: the proxy waits for that 10 s, in which one
-    that takes long for each request, on a busy machine, has connections closed that it is about to
-    use."""
-
-    async def ask_all() -> list[int]:
-        bodies = [(path, worded(path, REFUSED[name])) for path, name in EVERY * 4]
-        async with aiohttp.ClientSession(servers.proxy.url) as client:
-            return await asyncio.gather(*(status_of(client, *one) for one in bodies))
-
-    statuses = asyncio.run(ask_all())
-    servers.frees_all()
-    assert all(400 <= status < 500 for status in statuses)
 
 
 @pytest.mark.parametrize(
@@ -243,18 +225,6 @@ def test_swapped_parameters_answer_from_nobodys_cache_but_their_own(servers: Ser
     before = scrape(servers.decode.url)
     assert compare(expected[two], servers.decoded(two, params[two]), ATOL).equal
     assert servers.added(before, BLOCKS, at_least=4).total(BLOCKS) == 4
-
-
-def test_another_requests_blocks_cannot_be_named(servers: Servers) -> None:
-    one, two = new_prompt(), new_prompt()
-    expected = {prompt: servers.reference(prompt) for prompt in (one, two)}
-    params = {prompt: servers.prefilled(prompt) for prompt in (one, two)}
-    start = len(servers.decode.log_text())
-    altered = {**params[one], "remote_block_ids": params[two]["remote_block_ids"]}
-    assert compare(expected[one], servers.decoded(one, altered), ATOL).equal
-    assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)
-    for prompt in (one, two):
-        assert compare(expected[prompt], servers.decoded(prompt, None), ATOL).equal
 
 
 # What a request may ask for that a router or the connector has to mind: path, body, and the blocks
@@ -429,13 +399,3 @@ def test_the_requests_of_known_routers_are_answered_with_the_cache_of_the_prefil
     expected = ask(servers.plain, path, plain)["choices"]
     assert text_of(got) == text_of(expected) != ""
     assert servers.added(before, BLOCKS, at_least=4).total(BLOCKS) == 4
-
-
-def test_with_a_secret_a_router_may_not_write_another_host(servers: Servers) -> None:
-    prompt = new_prompt()
-    expected, params = servers.reference(prompt), servers.prefilled(prompt)
-    start = len(servers.decode.log_text())
-    assert params["remote_host"] != "localhost"
-    got = servers.decoded(prompt, {**params, "remote_host": "localhost"})
-    assert compare(expected, got, ATOL).equal
-    assert "or altered" in servers.decode.wait_for_log("KV cache not loaded", LOG_SECONDS, start)

@@ -204,26 +204,6 @@ def test_a_prompt_that_is_held_while_weights_change_is_answered_by_the_new_ones(
     servers.check_new()
 
 
-def test_new_weights_of_d_alone_end_what_p_holds_for_it(servers: Servers) -> None:
-    prompts = [servers.telling_prompt(LENGTHS[1]) for _ in range(2)]
-    params = [servers.prefilled(prompt) for prompt in prompts]
-    servers.renew(servers.decode)
-    assert_same(servers.expected(prompts[0]), servers.asked(servers.decode, prompts[0], params[0]))
-    own = servers.first_of(servers.plain[servers.now["decode"]], prompts[1])
-    assert servers.first_of(servers.decode, prompts[1], params[1]) == own
-    servers.wait_for_held(0, PAUSE_SECONDS)
-
-
-def test_new_weights_of_p_alone_end_what_it_holds(servers: Servers) -> None:
-    """D cannot know, and fails the load, which is vLLM's default; it does not answer wrongly."""
-    prompt = servers.telling_prompt(LENGTHS[1])
-    params = servers.prefilled(prompt)
-    servers.renew(servers.prefill)
-    assert servers.held() == 0
-    with pytest.raises(parity.CompletionError):
-        servers.asked(servers.decode, prompt, params)
-
-
 @pytest.mark.parametrize(
     "level", [*(pytest.param(one, marks=pytest.mark.long) for one in (0, 1)), 2]
 )

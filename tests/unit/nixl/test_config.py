@@ -29,18 +29,11 @@ FLAGS = (
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("backends", ["UCX"], ("UCX",)),
-    ("backends", ("UCX", "GDS"), ("UCX", "GDS")),
-    ("backend_params", {}, {}),
     ("backend_params", {"split_batch_size": "64"}, {"split_batch_size": "64"}),
     ("backend_params", {"num_threads": "0"}, {"num_threads": "0"}),
     ("max_bytes_in_flight", 1 << 40, 1 << 40),
     *((key, value, value) for key in FLAGS for value in (False, True)),
-    ("peers", [], ()),
-    (
-        "peers",
-        ["p0:5600", "[fd00::7]:1", "10.0.0.7:65535"],
-        ("p0:5600", "[fd00::7]:1", "10.0.0.7:65535"),
-    ),
+    ("peers", ["p0:5600", "[fd00::7]:65535"], ("p0:5600", "[fd00::7]:65535")),
     ("side_channel_host", "10.0.0.7", "10.0.0.7"),
     *(("mapped_reads", value, value) for value in ("auto", "never")),
     *(("side_channel_secret_file", value, value) for value in ("", "/run/secrets/commext")),
@@ -51,17 +44,13 @@ GOOD: list[tuple[str, Any, Any]] = [
 ]
 
 BAD: list[tuple[str, Any]] = [
-    *(("backends", value) for value in ("UCX", [], [1], ["UCX", None], None, {"UCX": 1})),
-    *(("backend_params", value) for value in ("UCX", ["a"], {"split_batch_size": 64}, None)),
-    *(("backend_params", {"num_threads": value}) for value in ("-1", "1.5", "", 4, None)),
+    *(("backends", value) for value in ("UCX", [], [1])),
+    *(("backend_params", value) for value in (["a"], {"num_threads": "-1"}, {"num_threads": 4})),
     *(("max_bytes_in_flight", value) for value in (0, -1, 1.5, "4", True, None)),
     *((key, value) for key in FLAGS for value in (0, 1, "false", None)),
-    *(("peers", value) for value in ("p0:5600", None, [5600], {"p0": 5600}, [["p0", 5600]])),
-    *(
-        ("peers", ["p0:5600", value])
-        for value in ("", "p0", "p0:", ":5600", "p0:0", "p0:65536", "p0:x", "fd00::7:5600")
-    ),
-    *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "p0:5600/x", None)),
+    *(("peers", value) for value in ("p0:5600", [5600])),
+    *(("peers", ["p0:5600", value]) for value in ("p0", ":5600", "p0:0", "p0:65536", "p0:x")),
+    *(("peers", [value]) for value in ("tcp://p0:5600", "p 0:5600", "[]:5600", "fd00::7:5600")),
     *(("mapped_reads", value) for value in ("always", "", True, False, 1, None, ["auto"])),
     *(("side_channel_host", value) for value in ("", 5, None, ["h"])),
     *(("side_channel_secret_file", value) for value in (5, None, ["f"])),

@@ -50,17 +50,6 @@ def quarantine_over(pool: Any, num_workers: int = 1) -> Quarantine:
     return quarantine
 
 
-def test_both_workers_may_say_late_and_settle_at_once() -> None:
-    pool = Pool()
-    quarantine = quarantine_over(pool, num_workers=2)
-    blocks: Any = pool.take(2)
-    quarantine.begin(known("r", blocks=blocks))
-    assert [quarantine.note_late({"r"}) for _ in range(2)] == [["r"], []]
-    assert [block.ref_cnt for block in blocks] == [2, 2]
-    quarantine.note_settled({"r": 2})
-    assert [block.ref_cnt for block in blocks] == [1, 1]
-
-
 def test_without_a_pool_a_late_load_goes_on() -> None:
     quarantine = Quarantine(1)
     blocks: Any = Pool().take(2)

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.kit.inquiry import ask
-from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
-from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import seal
 from vllm_commext.nixl.wire.description import describe
@@ -234,32 +231,3 @@ def test_a_secret_that_cannot_be_used_stops_the_start(
     with pytest.raises(ConfigError, match="side_channel_secret_file") as raised:
         read_secret(str(path), {})
     assert "short" not in str(raised.value)
-
-
-def exchange(served: bytes | None, asked: bytes | None) -> wire.Described:
-    """One question over a real socket."""
-    port = free_port()
-    server = SideChannelServer("p", "start-1", "127.0.0.1", port, {}, served)
-    server._answers[0] = DESCRIBED
-    try:
-        return ask("127.0.0.1", port, REQUEST, asked)
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize(
-    ("served", "asked", "words"),
-    [
-        (SECRET, None, "on the decode engine"),
-        (None, SECRET, "on both engines, or on none"),
-        (SECRET, OTHER, "another secret"),
-    ],
-)
-def test_engines_of_different_secrets_say_so_on_both_sides(
-    log_lines: pytest.LogCaptureFixture, served: bytes | None, asked: bytes | None, words: str
-) -> None:
-    with pytest.raises(ProtocolError, match=words):
-        exchange(served, asked)
-    (line,) = log_lines.messages
-    assert words in line
-    assert SECRET.decode() not in line

@@ -13,7 +13,7 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.kit.descriptions import description
-from tests.kit.inquiry import Inquiry, wait_for
+from tests.kit.inquiry import wait_for
 from tests.kit.inquiry import ask as answer_of
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
@@ -29,7 +29,6 @@ HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
 DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900
 """Cut off, as Python 3.13 allows so deep a field, and fields that nobody knows are passed over."""
-DEEP_REPLY = b"\x82\xa4kind\xa9described\xa1x" + b"\x91" * 100_000 + b"\xc0"
 
 
 def described(rank: int) -> bytes:
@@ -98,11 +97,8 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
     "frames",
     [
         [b""],
-        [b"hello"],
-        [b"\xff\xfe\xfd"],
         [wire.encode(REQUEST)[:-1]],
         [wire.encode(wire.Refused(reason="?"))],
-        [b"\x91" * 4000],
         [DEEP],
         [b"", b"hello"],
     ],
@@ -141,53 +137,6 @@ def test_a_message_of_several_frames_closes_its_connection_and_no_other(
     assert ask(served[1])
 
 
-def test_a_req_socket_is_served_through_its_envelope(context: Any, served: Served) -> None:
-    client = context.socket(zmq.REQ)
-    client.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
-    client.connect(endpoint(HOST, served[1]))
-    client.send(wire.encode(REQUEST))
-    assert isinstance(wire.decode_reply(client.recv()), wire.Described)
-
-
-def test_a_client_that_does_not_take_its_answers_holds_up_nobody(
-    served: Served, dealer: Any
-) -> None:
-    for _ in range(3000):
-        dealer.send(wire.encode(REQUEST))
-    assert ask(served[1])
-
-
-def test_a_port_where_nobody_listens_is_told_at_once() -> None:
-    inquiry = Inquiry(HOST, free_port(), REQUEST)
-    with pytest.raises(ProtocolError, match="connection refused by"):
-        wait_for(inquiry.poll)
-    inquiry.close()
-
-
-def test_the_connection_of_an_answered_inquiry_closes_with_the_server() -> None:
-    server, port = start()
-    inquiry = Inquiry(HOST, port, REQUEST)
-    assert wait_for(inquiry.poll).incarnation == "start-1"
-    assert inquiry.is_connected()
-    server.close()
-    wait_for(lambda: not inquiry.is_connected())
-    inquiry.close()
-
-
-def test_an_answer_that_is_none_is_refused(context: Any) -> None:
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.RCVTIMEO, int(BOUND_SECONDS * 1000))
-    port = router.bind_to_random_port(f"tcp://{HOST}")
-    for answer in (b"hello", b"", DEEP_REPLY, wire.encode(REQUEST)):
-        inquiry = Inquiry(HOST, port, REQUEST)
-        wait_for(lambda asked=inquiry: asked.poll() or router.poll(0))
-        identity, _ = router.recv_multipart()
-        router.send_multipart([identity, answer])
-        with pytest.raises(ProtocolError, match="handshake reply"):
-            wait_for(inquiry.poll)
-        inquiry.close()
-
-
 @pytest.mark.parametrize("host", ["a b", "*", "a/b", "nul\0", "half\ud800"])
 def test_an_impossible_host_is_refused_at_once(host: str) -> None:
     with pytest.raises(ProtocolError, match="not an address"):
@@ -202,13 +151,6 @@ def test_no_more_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) ->
         patched.setattr(connection.socket, "socket", none_left)
         with pytest.raises(ProtocolError, match="Too many open files"):
             answer_of(HOST, 5600, REQUEST)
-
-
-def test_a_port_in_use_names_host_and_port(served: Served) -> None:
-    with pytest.raises(ConfigError) as raised:
-        start(port=served[1])
-    assert f"{HOST}:{served[1]}" in str(raised.value)
-    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(raised.value)
 
 
 def test_a_description_that_no_peer_would_take_is_not_served() -> None:
@@ -285,6 +227,9 @@ def test_a_start_that_fails_leaves_no_socket_open(served: Served, host: str) -> 
     with pytest.raises(ConfigError) as raised:
         SideChannelServer("p", "start", host, served[1], {})
     assert take_census([os.getpid()]).descriptors == before, f"after {raised.value}"
+    if host == HOST:
+        assert f"{HOST}:{served[1]}" in str(raised.value)
+        assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in str(raised.value)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])

@@ -200,13 +200,6 @@ def test_notifications_of_any_length_are_refused(
         decode_notification(wire.encode(told))
 
 
-@pytest.mark.parametrize("kind", ["gather_plan", "gather_ask", "gather_taken"])
-def test_what_earlier_releases_asked_for_is_refused_as_unknown(kind: str) -> None:
-    frame = {"kind": kind, "magic": wire.MAGIC, "version": wire.PROTOCOL_VERSION, "ticket": 1}
-    with pytest.raises(ProtocolError, match=f"not a frame of this protocol .*'{kind}'"):
-        decode_notification(msgspec.msgpack.encode(frame))
-
-
 @given(st.text(max_size=300), st.text(max_size=300))
 def test_a_short_id_fits_and_is_one_ids_alone(one: str, other: str) -> None:
     short = short_id(one)
