@@ -30,18 +30,22 @@ MOST = 40
 
 @dataclass
 class Engine:
-    """An engine with ``reuse_blocks``, its one worker's table, and the loads that it is to do."""
+    """An engine with ``reuse_blocks``, and its one worker's table."""
 
     core: Core
     table: GenerationTable
     port: int
     folder: Path
-    loads: list[Any] = field(default_factory=list[Any])
     counted: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def place(self) -> dict[str, Any]:
         return write_place(HOST, self.port)
+
+    @property
+    def loads(self) -> list[Any]:
+        """All that its worker was told to load."""
+        return self.core.worker.told
 
     @property
     def side(self) -> Any:
@@ -117,12 +121,6 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
     one = Engine(core, GenerationTable(num_blocks, 4), port, folder)
     metadata = HandshakeMetadata(description("o"), one.table.offer)
     one.side.serve({(0, 0): metadata})
-    execute = core.worker.execute
-
-    def note(step: Any) -> Any:
-        one.loads += step.kv_connector_metadata.loads
-        return execute(step)
-
     take_stats = one.side.take_stats
 
     def count() -> Any:
@@ -133,5 +131,4 @@ def start(folder: Path, role: str, **settings: Any) -> Engine:
         return stats
 
     one.side.take_stats = count
-    core.worker.execute = note
     return one

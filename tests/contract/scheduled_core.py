@@ -60,9 +60,10 @@ def answer_to(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Worker:
-    """What it computes and moves at once; ``computed`` are positions, in order. Loads whose
-    requests ``fails`` names fail, with ``num_read`` tokens here all the same; none ends while it
-    ``holds_loads``. Where it ``keeps`` prefills, they are ``kept`` until they are released."""
+    """What it computes and moves at once; ``computed`` are positions, in order, and ``told`` all
+    loads. Loads whose requests ``fails`` names fail, with ``num_read`` tokens here all the same;
+    none ends while it ``holds_loads``. Where it ``keeps`` prefills, they are ``kept`` until they
+    are released."""
 
     def __init__(self) -> None:
         self.computed: dict[str, list[int]] = {}
@@ -72,6 +73,7 @@ class Worker:
         self.keeps = False
         self.kept: set[str] = set()
         self.renews = True
+        self.told: list[Any] = []
         self.loads: list[Any] = []
         self.released: list[str] = []
         self._tokens: dict[str, list[int]] = {}
@@ -113,6 +115,7 @@ class Worker:
     def _transfers(self, told: Any) -> KVConnectorOutput | None:
         if told is None:
             return None
+        self.told += told.loads
         self.loads += [load for load in told.loads if load.awaited]
         self.released += [load.request_id for load in told.loads if not load.awaited]
         self.kept |= {hold.request_id for hold in told.holds}

@@ -229,7 +229,7 @@ def test_a_stream_of_another_prompt_is_not_read(
 def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Channel) -> None:
     core = make_core("kv_consumer", stream_begin_timeout=0.2)
     core.worker.fails = lambda request_id: True
-    told = loads_of(core)
+    told = core.worker.told
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
@@ -253,7 +253,7 @@ def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
 
         core = make_core("kv_consumer", side_channel_secret_file=str(file))
         core.worker.fails = lambda request_id: request_id != "proven"
-        loads = loads_of(core)
+        loads = core.worker.told
         forged = {**channel.params, "remote_port": elsewhere.getsockname()[1]}
         for name, params in {
             "forged": forged,
@@ -272,25 +272,12 @@ def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
         assert (loads[-1].refusal, loads[-1].remote.stream_row) == ("", 3)
 
 
-def loads_of(core: Core) -> list[Any]:
-    """What the worker is told to load, from now on."""
-    told: list[Any] = []
-    execute = core.worker.execute
-
-    def note(step: Any) -> Any:
-        told.extend(step.kv_connector_metadata.loads)
-        return execute(step)
-
-    core.worker.execute = note
-    return told
-
-
 def test_an_engine_that_streams_nothing_says_what_to_set(
     make_core: MakeCore, channel: Channel
 ) -> None:
     core = make_core("kv_consumer", stream_chunks=False)
     core.worker.fails = lambda request_id: True
-    told = loads_of(core)
+    told = core.worker.told
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert "stream_chunks" in told[0].refusal

@@ -180,9 +180,7 @@ class Engine(Worker):
         num_heads: int = NUM_HEADS,
         block_bytes: int = 0,
         stride_bytes: int = 0,
-        dtype: str = "uint8",
         facts: dict[str, str] | None = None,
-        layer_names: Sequence[str] = (),
         serve: bool = False,
         port: int = 0,
         incarnation: str = "",
@@ -197,8 +195,8 @@ class Engine(Worker):
         block_bytes = block_bytes or num_held * HEAD_BYTES
         stride_bytes = stride_bytes or block_bytes + GAP_BYTES
         memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
-        names = layer_names or [f"layer{number}" for number in range(num_layers)]
-        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes, dtype)
+        names = [f"layer{number}" for number in range(num_layers)]
+        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes)
         config = config_of(self.port, **settings)
         super().__init__(
             engine_id,
@@ -281,7 +279,7 @@ def config_of(port: int, **settings: Any) -> ConnectorConfig:
 
 
 def _geometry(
-    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int, dtype: str
+    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int
 ) -> AttentionGeometry:
     token_bytes = head_bytes // BLOCK_SIZE
     return AttentionGeometry(
@@ -296,7 +294,7 @@ def _geometry(
         token_stride=token_bytes,
         token_bytes=token_bytes,
         content=TOKENS,
-        dtype=dtype,
+        dtype="uint8",
     )
 
 
