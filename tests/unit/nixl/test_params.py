@@ -93,7 +93,9 @@ def test_no_field_of_ours_can_be_dropped_unnoticed() -> None:
     for name in OWN_FIELDS:
         params = write_params(TRANSFER, SECRET)
         del params[name]
-        with pytest.raises(ProtocolError, match="altered|carry no proof|missing required|protocol 4, got"):
+        with pytest.raises(
+            ProtocolError, match="altered|carry no proof|missing required|protocol 4, got"
+        ):
             read_params(params, SECRET)
 
 

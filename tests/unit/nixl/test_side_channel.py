@@ -13,8 +13,8 @@ import zmq
 
 from tests.chaos.census import take_census
 from tests.kit.descriptions import description
-from tests.kit.inquiry import wait_for
 from tests.kit.inquiry import ask as answer_of
+from tests.kit.inquiry import wait_for
 from tests.kit.ports import free_port
 from vllm_commext.errors import ConfigError, ProtocolError
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer, resolve

@@ -189,9 +189,9 @@ class Uses:
         remote, there = shard.remote, link.plan.remote
         if (remote.tp_size, remote.pp_size) != (there.tp_size, there.pp_size):
             raise ProtocolError(
-                f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, but "
-                f"the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let the "
-                "router pass both on"
+                f"kv_transfer_params: tp_size is {remote.tp_size} and pp_size {remote.pp_size}, "
+                f"but the prefill engine has {there.tp_size} ranks in {there.pp_size} stages: let "
+                "the router pass both on"
             )
 
     def send_release(self, prefill: RemotePrefill, source: SourceWorker) -> None:

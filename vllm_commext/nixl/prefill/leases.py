@@ -16,7 +16,7 @@ from vllm_commext.nixl.recorder import TransferRecorder
 from vllm_commext.nixl.requests import CompletionQueue, Hold
 from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
-from vllm_commext.nixl.wire.messages import KeepAlive, Released, decode_notification, short_id
+from vllm_commext.nixl.wire.messages import Released, decode_notification, short_id
 
 MAX_EARLY_RELEASES = 4096
 """Releases kept that came before the scheduler said that the request had finished."""

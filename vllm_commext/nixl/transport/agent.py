@@ -147,8 +147,8 @@ def _check_version() -> None:
         found = importlib.metadata.version("nixl")
         if Version(found).release < OLDEST:
             raise UnsupportedError(
-                f"CommextNixlConnector: expected NIXL {OLDEST[0]}.{OLDEST[1]} or newer, got {found}: "
-                f"`{INSTALL_NIXL}`"
+                f"CommextNixlConnector: expected NIXL {OLDEST[0]}.{OLDEST[1]} or newer, got "
+                f"{found}: `{INSTALL_NIXL}`"
             )
 
 
