@@ -258,7 +258,7 @@ def test_other_blocks_give_other_answers(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("args", "kind"),
     [
-        pytest.param(["--placement", "fixed"], "", id="handed over"),
+        pytest.param(["--placement", "fixed"], "", id="handed over", marks=pytest.mark.long),
         pytest.param(["--tpot-ms", "1"], "least_work", id="tight"),
         pytest.param(["--placement", "local"], "least_work", id="local", marks=pytest.mark.long),
         pytest.param(

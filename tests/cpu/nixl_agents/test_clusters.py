@@ -2,7 +2,6 @@
 the meaning of every byte."""
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,24 +151,6 @@ def test_a_wrong_number_of_stages_is_refused() -> None:
 
 def streamed(theirs: int, ours: int) -> Case:
     return case_between("hybrid", theirs, ours, spans=KINDS["hybrid"][-1])
-
-
-def test_states_are_read_when_their_prompt_has_ended_and_not_before() -> None:
-    with Cluster(streamed(1, 1), streams=True) as cluster:
-        request = cluster.requests[0]
-        cluster.prefill.begin(request)
-        cluster.decode.submit(request, cluster.prefill.stream(request))
-        cluster.prefill.compute(request, 0, 41)
-        (worker,) = cluster.decode.workers
-        wait_until(
-            lambda: worker.collect() is not None and worker.recorded["bytes"] > 0,
-            "the blocks of attention",
-        )
-        time.sleep(0.1)
-        assert worker.collect().received == set()
-        cluster.prefill.hold(request, is_streamed=True)
-        assert cluster.decode.wait_received([request]) == [set()]
-        assert cluster.decode.faults([request]) == []
 
 
 CHUNK = 12

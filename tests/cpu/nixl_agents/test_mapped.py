@@ -16,7 +16,6 @@ from tests.cpu.nixl_agents.harness import (
     wait_for_back_off,
     wait_until,
 )
-from tests.cpu.nixl_agents.streams import CHUNKS, Prompt
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import HostDevice, HostOffer
 from vllm_commext.nixl.mapped import Mapper
@@ -167,17 +166,6 @@ def test_a_late_read_keeps_its_mapping_until_it_has_ended(make_engine: MakeEngin
     pair.device.is_held = False
     pair.decode.wait(lambda: pair.decode.collect().settled == {"r"})
     wait_until(lambda: pair.num_open == 0, "the mapping to be closed")
-
-
-def test_peers_that_are_not_needed_are_unmapped(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 0.5)
-    pair = Pair(make_engine)
-    assert_works(pair.decode, pair.prefill, "first")
-    assert pair.num_open == 4
-    wait_until(lambda: pair.num_open == 0, "the mapping to be closed")
-    assert_works(pair.decode, pair.prefill, "again")
     pair.decode.close()
     assert pair.device.is_closed
 
@@ -249,26 +237,3 @@ def test_a_launch_that_is_refused_is_tried_over_a_new_connection(pair: Pair) -> 
     assert_works(pair.decode, pair.prefill, "again")
     assert pair.decode.recorded["retries"] == 1
     assert len(pair.decode.recorded["handshake_seconds"]) == 2
-
-
-def test_chunks_are_read_while_the_prompt_is_computed(make_engine: MakeEngine) -> None:
-    offers: list[HostOffer] = []
-
-    def offer(rows: Any) -> Any:
-        offers.append(HostOffer(rows, PLACE))
-        return offers[-1].offer
-
-    def make(engine_id: str, **settings: Any) -> Any:
-        side = {"offer": offer} if engine_id == "p" else {"mapper": Mapper(HostDevice(), PLACE)}
-        return make_engine(engine_id, **side, **settings)
-
-    prompt = Prompt(make)
-    prompt.compute(0)
-    prompt.load()
-    for chunk in range(1, len(CHUNKS)):
-        wait_until(lambda stop=2 * chunk: prompt.has(0, stop), f"chunk {chunk}")
-        prompt.compute(chunk)
-    assert prompt.wait() == ""
-    assert prompt.has(0, 2 * len(CHUNKS))
-    recorded = prompt.decode.recorded
-    assert recorded["mapped_bytes"] == recorded["bytes"] > recorded["hidden_bytes"] > 0

@@ -25,6 +25,7 @@ from vllm_commext.nixl.geometry.plan import MAX_PLAN_ROWS, Blocks, plan_read
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.description import (
     FENCES,
+    GENERATIONS,
     MappedOffer,
     MappedRegion,
     WorkerDescription,
@@ -136,6 +137,13 @@ def test_any_altered_byte_breaks_the_checksum() -> None:
 def test_an_inconsistent_description_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="worker description"):
         open_description(described(**change))
+
+
+def test_there_is_a_generation_for_each_block() -> None:
+    num_blocks = LAYOUT.num_blocks
+    open_description(described(tables={GENERATIONS: (4096, num_blocks)}))
+    with pytest.raises(ProtocolError, match=f"expected {num_blocks} generations.*, got 1"):
+        open_description(described(tables={GENERATIONS: (4096, 1)}))
 
 
 @pytest.mark.parametrize("path", ["layout", "layout.families.0.geometry", "layout.groups.1"])
