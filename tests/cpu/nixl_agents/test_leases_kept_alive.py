@@ -19,7 +19,7 @@ LEASE_SECONDS = 8.0
 WAIT_SECONDS = 4.0
 
 
-@pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.parametrize("beats", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_read_slower_than_the_lease(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, beats: bool
 ) -> None:
