@@ -21,7 +21,6 @@ from pathlib import Path
 from vllm_commext import __version__, status
 from vllm_commext.allreduce.cache import find_table
 from vllm_commext.allreduce.table import Table, describe
-from vllm_commext.cli import fabric
 from vllm_commext.cli.report import OFFER, Check, Found, Level, Row, encode
 from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.errors import CommextError, UnsupportedError
@@ -305,7 +304,6 @@ TABLE: tuple[Row, ...] = (
         *("machine", "side channel", side_channel_port),
         f"set {HOST_VARIABLE} and {PORT_VARIABLE}, or side_channel_port in the extra config",
     ),
-    *fabric.ROWS,
 )
 GROUPS: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("package", "toggles")},
@@ -315,18 +313,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Sections that one process looks at, by its name."""
 
 
-def collect(group: str, *arguments: str) -> list[Check]:
-    """All checks of a group, or of the way to a peer."""
-    if group in GROUPS:
-        rows = (row for row in TABLE if row.section in GROUPS[group])
-        return [check for row in rows for check in row.checks()]
-    from vllm_commext.cli import peer
-
-    return [*peer.PROBES[group](*arguments)]
+def collect(group: str) -> list[Check]:
+    rows = (row for row in TABLE if row.section in GROUPS[group])
+    return [check for row in rows for check in row.checks()]
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(encode(collect(sys.argv[1], *sys.argv[3:])))
+    Path(sys.argv[2]).write_bytes(encode(collect(sys.argv[1])))
     # The result stands; a native library's clean-up must not turn it into a crash.
     sys.stdout.flush()
     os._exit(0)

@@ -12,22 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
 
 from vllm_commext.cli import above_zero
-from vllm_commext.cli.report import EXIT_STATUS, Check, Level, as_json, as_text, decode, exit_status
-from vllm_commext.nixl.config import parse_address
+from vllm_commext.cli.report import Check, Level, as_json, as_text, decode, exit_status
 
 KILL_WAIT_SECONDS = 10.0
 STDERR_TAIL_CHARACTERS = 300
 
 
-def _command(probe: str, result: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_commext.cli.checks", probe, str(result), *arguments]
+def _command(probe: str, result: Path) -> list[str]:
+    return [sys.executable, "-m", "vllm_commext.cli.checks", probe, str(result)]
 
 
 def _how_it_ended(status: int) -> str:
@@ -43,7 +41,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait(KILL_WAIT_SECONDS)
 
 
-def run_guarded(probe: str, timeout_seconds: float, *arguments: str) -> list[Check]:
+def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
     """Run a probe; a probe that fails becomes one check that says how, and raises nothing.
 
     What the probe and its libraries print goes into files, because a pipe can be kept open by
@@ -53,7 +51,7 @@ def run_guarded(probe: str, timeout_seconds: float, *arguments: str) -> list[Che
         result, stderr = Path(folder, "result"), Path(folder, "stderr")
         with stderr.open("wb") as sink:
             process = subprocess.Popen(
-                _command(probe, result, *arguments),
+                _command(probe, result),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=sink,
@@ -78,10 +76,8 @@ HELP = "check the installation and this machine; exit status 0: ok, 1: warnings,
 PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
-READS_SECONDS = 45.0
-"""Bound for reading a peer's memory, unless it is less: NIXL itself has none, and may be told to
-wait minutes for a connection."""
 PROGRESS_SECONDS = 2.0
+GONE = "gone: start the engines, send a request, and read `self-probe` in the decode engine's log"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,25 +91,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="bound for each probe (default: %(default)g)",
     )
-    told = "check instead the way to this side channel: name, port, secret, NIXL, bandwidth"
-    add("--peer", type=_place, metavar="HOST:PORT", help=told)
-    told = "stand in for an engine there, for --peer on another host, until interrupted"
-    add("--listen", type=_place, metavar="HOST:PORT", help=told)
-    told = "the side channel's secret (default: COMMEXT_NIXL_SECRET)"
-    add("--secret-file", default="", metavar="FILE", help=told)
+    for option in ("--peer", "--listen"):
+        add(option, type=_refuse, help=argparse.SUPPRESS)
 
 
-def _place(text: str) -> str:
-    if parse_address(text) is None:
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT or [IPV6]:PORT, got {text!r}")
-    return text
+def _refuse(_: str) -> None:
+    raise argparse.ArgumentTypeError(GONE)
 
 
-def _checks(probes: Sequence[str], args: argparse.Namespace, *arguments: str) -> list[Check]:
+def _checks(args: argparse.Namespace) -> list[Check]:
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        running = {
-            probe: pool.submit(run_guarded, probe, args.timeout, *arguments) for probe in probes
-        }
+        running = {probe: pool.submit(run_guarded, probe, args.timeout) for probe in PROBES}
         if not args.json:
             _tell_progress(running)
         return [check for one in running.values() for check in one.result()]
@@ -128,28 +116,7 @@ def _tell_progress(running: dict[str, "Future[list[Check]]"]) -> None:
         print(f"checking {left} ... {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-def _peer_checks(args: argparse.Namespace) -> list[Check]:
-    """The way to a peer; its memory only once its side channel has answered."""
-    from vllm_commext.cli.peer import NO_READ, READS, SIDE_CHANNEL
-
-    checks = _checks([SIDE_CHANNEL], args, args.peer, args.secret_file)
-    if exit_status(checks) == EXIT_STATUS[Level.ERROR]:
-        return checks
-    args.timeout = min(args.timeout, READS_SECONDS)
-    for check in _checks([READS], args, args.peer, args.secret_file):
-        hint = f"{NO_READ}; {check.hint}" if check.name == "probe" else check.hint
-        checks.append(msgspec.structs.replace(check, hint=hint))
-    return checks
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.listen:
-        from vllm_commext.cli.peer import listen
-
-        return listen(args.listen, args.secret_file)
-    checks = _peer_checks(args) if args.peer else _checks(PROBES, args)
-    if args.json:
-        print(as_json(checks))
-    else:
-        print(as_text(checks, every=args.verbose or bool(args.peer)))
+    checks = _checks(args)
+    print(as_json(checks) if args.json else as_text(checks, every=args.verbose))
     return exit_status(checks)
