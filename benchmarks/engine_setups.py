@@ -61,22 +61,9 @@ _MINIMAX = {
     "hidden_act": "silu",
     "vocab_size": 32000,
 }
-# Olmo-3-32B but for the number of its layers and its vocabulary.
-_OLMO = {
-    "architectures": ["Olmo3ForCausalLM"],
-    "model_type": "olmo3",
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-    "hidden_act": "silu",
-    "vocab_size": 32000,
-}
 DENSE = Setup("fused_engine", (VLLM, AGAIN, OURS), 8192, _LARGE)
 MINIMAX = Setup("norm_engine_minimax", (VLLM, AGAIN, OURS), 4096, _MINIMAX, toggles=NORM_TOGGLES)
-OLMO = Setup("norm_engine_olmo3", (VLLM, AGAIN, OURS), 4096, _OLMO, toggles=NORM_TOGGLES)
-MODELS = {"dense": DENSE, "minimax": MINIMAX, "olmo3": OLMO}
+MODELS = {"dense": DENSE, "minimax": MINIMAX}
 
 
 def small(setup: Setup) -> Setup:

@@ -1,7 +1,7 @@
 """What our all-reduce gains in an engine, or our QK RMSNorm: a model with it on or off.
 
     python benchmarks/fused_engine.py --tp 2 --layers 16 --rounds 5 --out benchmarks/results/mine
-    python benchmarks/fused_engine.py --tp 2 --layers 12 --shape olmo3 --out benchmarks/results/mine
+    python benchmarks/fused_engine.py --tp 2 --layers 12 --shape minimax --out OUT
 
 Three engines share the GPUs: vLLM as it comes, the same once more, and with ours on. They take
 turns, round after round, in another order each time: the time per output token of 1, 16 and 64
@@ -11,8 +11,8 @@ all. Writes fused_engine_tp2.md and .json after every round, with the calls of t
 the all-reduce by who served them; under CUDA graphs a call counts where it is captured. Says too
 how many greedy tokens the engines agree on.
 
-With --shape minimax or olmo3 it is the norm of Q and K that is compared, in a model like MiniMax-M2
-(of fewer experts) or Olmo-3-32B; writes norm_engine_minimax_tp2.md or norm_engine_olmo3_tp2.md.
+With --shape minimax it is the norm of Q and K that is compared, in a model like MiniMax-M2 of fewer
+experts; writes norm_engine_minimax_tp2.md.
 """
 
 import argparse

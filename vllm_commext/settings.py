@@ -79,10 +79,9 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS", "reduce_rms", AUTO, "0"),
-        "The op for RMSNorm of rows that tensor parallelism has sharded (MiniMax-M2, OLMoE, "
-        "Olmo2, Olmo3 and others). `auto` serves with CUDA graphs on GPUs on which it was "
-        "measured faster than vLLM's. `1` serves wherever the kernel compiles, else logs an "
-        "error. `0` keeps vLLM's.",
+        "The op for MiniMax-M2's QK RMSNorm, whose rows tensor parallelism has sharded. `auto` "
+        "serves with CUDA graphs on GPUs on which it was measured faster than vLLM's. `1` serves "
+        "wherever the kernel compiles, else logs an error. `0` keeps vLLM's.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS_TIMEOUT", "reduce_rms_timeout"),

@@ -101,7 +101,7 @@ ENGINES: dict[str, Change] = {
 }
 OTHERS = (
     *("unknown machine", "multicast", "invariant", "elastic", "unlike", "crossing table"),
-    *("no kernel", "no norm measured"),
+    "no kernel",
 )
 
 
@@ -223,8 +223,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
             made.unique_name = "tp:0"
             allreduce.attach(made, store)
         found: dict[str, Any] = {"exchanges": stage.exchanges}
-        kind = reduce_rms.GATHERED if name == "no norm measured" else reduce_rms.FUSED
-        norm = reduce_rms.take_part("a model", kind, distributed.get_rank(), 2, group)
+        norm = reduce_rms.take_part(distributed.get_rank(), 2, group)
     dispatcher = allreduce.dispatcher_of(made)
     rows = [torch.ones(count, HIDDEN, dtype=torch.bfloat16) for count in (1, 2048)]
     served = fused_op.find_group("tp:0")

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.contract.qk_norms_rank import CASES, wanted
 from tests.contract.vllm_process import ranks
 from tests.kit.ports import free_port
 from tests.kit.untested import ENVIRON, WITHHOLD
 from vllm_commext.allreduce import limits
-from vllm_commext.compat.reduce_rms import MODEL
 
 HERE = Path(__file__).parent
 BROKEN = """
@@ -31,9 +28,6 @@ def twice_too_much(original):
 RINGS = BROKEN.format(module="vllm_commext.shm.collectives", owner="RingGroup", name="all_reduce")
 NCCL = BROKEN.format(
     module="vllm_commext.allreduce.backend", owner="NcclBackend", name="all_reduce"
-)
-OP = BROKEN.format(
-    module="vllm_commext.reduce_rms.workspace", owner="GroupWorkspace", name="sum_over_ranks"
 )
 
 # Of one part, the last, `make test` has that it serves where its test holds; of each the opposite.
@@ -66,15 +60,3 @@ def test_all_reduce(tmp_path: Path, first: str, attached: bool) -> None:
     for each in found("allreduce_ranks.py", *args, first=first, **environ):
         assert each["attached"] == [attached, False]
         assert each["sums"][0][0] == [[1.0, 3.0, 5.0], [7.0, 9.0, 11.0]]
-
-
-@pytest.mark.parametrize(("first", "told"), [("", {*CASES} - {MODEL}), (OP, set())])
-def test_norms(first: str, told: set[str]) -> None:
-    """MiniMax-M2's has no test of its own, and is left to vLLM."""
-    environ = {"VLLM_COMMEXT_REDUCE_RMS": "1"}
-    both = found("qk_norms_rank.py", str(free_port()), first=first, **environ)
-    for each, part in zip(both, wanted(), strict=True):
-        assert set(each["told"]) == told
-        for model in CASES:
-            got = torch.tensor(each[model]["outs"][0]).view(part.shape).double()
-            torch.testing.assert_close(got, part, rtol=2**-6, atol=1e-6)

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from tests.contract.qk_norms_rank import CASES
 from tests.kit.gpu_ranks import checks_of, run_checks
 from tests.kit.untested import ENVIRON, withhold_evidence
 from vllm_commext import plugin, status
 from vllm_commext.allreduce import limits, machine
 from vllm_commext.collective import Collective
-from vllm_commext.compat import allreduce, fused_pass, reduce_rms
+from vllm_commext.compat import allreduce, fused_pass
 from vllm_commext.compat.monkey_patch import is_patched
 from vllm_commext.compat.tp_group import tensor_parallel
 
@@ -28,15 +27,13 @@ TOGGLES = {
     **ENVIRON,
     "VLLM_COMMEXT_ALLREDUCE": "1",
     "VLLM_COMMEXT_ALLREDUCE_BACKEND": limits.PUSH,
-    "VLLM_COMMEXT_REDUCE_RMS": "1",
 }
-MODELS = [name for name in CASES if name != reduce_rms.MODEL]  # of the real model's shapes alone
 Figures = dict[str, Any]
 
 
 class Rank:
     def __init__(self, group: Any) -> None:
-        self.group, self.communicator = group, group.device_communicator
+        self.communicator = group.device_communicator
         self.collective = Collective.over(group.cpu_group)
         self.rank = group.rank_in_group
 
@@ -56,27 +53,6 @@ def check_fused_norm(rank: Rank) -> Figures:
     return {"patched": True}
 
 
-def _serve(rank: Rank) -> list[str]:
-    """Models whose first layer keeps the op after its test; made as vLLM makes a model."""
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("cuda")
-    try:
-        for model in MODELS:
-            CASES[model](rank.rank)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device("cpu")
-    return [name for name in MODELS if not reduce_rms._failures[name]]
-
-
-def check_norms(rank: Rank) -> Figures:
-    """Every model's norm passes its test, and so has the op."""
-    served = _serve(rank)
-    assert served == MODELS, reduce_rms._failures
-    assert set(MODELS) <= reduce_rms._told
-    return {"models": len(served)}
-
-
 CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())
 
 
@@ -88,7 +64,6 @@ def main() -> None:
     plugin.register()
     states = {one.name: one.line() for one in status.recorded()}
     assert "active" in states["allreduce"], states
-    assert "active" in states["reduce_rms"], states
     with tensor_parallel(rank, world, port) as group, torch.no_grad():
         run_checks(Rank(group), CHECKS, sys.argv[4:])
     sys.stdout.flush()

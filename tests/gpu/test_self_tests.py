@@ -1,5 +1,5 @@
-"""Parts that test themselves where vLLM reads otherwise than all that were tested: the all-reduce,
-the fused op in compiled models, and the norms of spread rows, on 2 GPUs."""
+"""Parts that test themselves where vLLM reads otherwise than all that were tested: the all-reduce
+and the fused op in compiled models, on 2 GPUs."""
 
 from collections.abc import Callable
 from pathlib import Path

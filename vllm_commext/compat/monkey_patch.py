@@ -30,7 +30,6 @@ class MonkeyPatch:
 _COMMUNICATORS = "vllm.distributed.device_communicators"
 _CUDA = f"{_COMMUNICATORS}.cuda_communicator:CudaCommunicator"
 _MINIMAX = "vllm.model_executor.layers.minimax_rms_norm"
-_MODELS = "vllm.model_executor.models"
 INVENTORY: tuple[MonkeyPatch, ...] = (
     MonkeyPatch(
         (
@@ -89,13 +88,9 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
             f"{_MINIMAX}.lamport_workspace:get_allreduce_workspace",
             f"{_MINIMAX}.rms_norm_tp:MINIMAX_QK_NORM_MAX_TOKEN_NUM",
             f"{_MINIMAX}.rms_norm_tp:_MINIMAX_FUSED_AR_RMS_QK",
-            f"{_MODELS}.olmoe:OlmoeAttention.__init__",
-            f"{_MODELS}.olmoe:OlmoeAttention._apply_qk_norm",
-            f"{_MODELS}.transformers.fusers.rms_norm:RMSNormFuser.fuse",
-            f"{_MODELS}.transformers.fusers.rms_norm:TPAwareNormMixin.forward",
         ),
         why="our op replaces vLLM's for QK RMSNorm, and vLLM has no hook for that",
-        guard="its norm fits, of a model when vLLM imports it; the kernel's compiler is there",
+        guard="`reduce_rms` fits; the kernel's compiler is there",
         test="tests/contract/test_qk_norms.py",
         removal="vLLM lets a plugin choose the op of a tensor-parallel norm",
     ),

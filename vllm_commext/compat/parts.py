@@ -57,8 +57,5 @@ PARTS: tuple[Part, ...] = (
     Part("fused_norm", "allreduce", IN_USE),
     Part("fused_eager", "allreduce"),
     Part("reduce_rms", "reduce_rms"),
-    Part("norm of MiniMax-M2", "reduce_rms"),
-    Part("norm of OLMoE", "reduce_rms", IN_USE),
-    Part("norm of the Transformers backend", "reduce_rms", IN_USE),
 )
 BY_NAME = {part.name: part for part in PARTS}

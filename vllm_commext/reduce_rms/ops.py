@@ -1,10 +1,8 @@
-"""``torch.ops.vllm_commext.qk_rms_norm`` and its kin: functional ops, on GPUs and on CPUs.
+"""``torch.ops.vllm_commext.qk_rms_norm``: a functional op, on GPUs and on CPUs.
 
     qk_rms_norm(qkv, q_weight, k_weight, workspace, eps) -> (q, k)     Q and K of a packed row
-    split_qk_rms_norm(q, k, q_weight, k_weight, workspace, eps) -> (q, k)
-    reduce_rms_norm(x, weight, workspace, eps) -> x
 
-Each takes a rank's shard of the rows and of the weights and returns the shard of the RMSNorm of the
+It takes a rank's shard of the rows and of the weights and returns the shard of the RMSNorm of the
 whole rows, new and contiguous. `workspace` is the handle of a `LamportWorkspace`, or of a
 `GroupWorkspace`, which adds the sums by an all-reduce. All ranks make the same calls, with
 the same number of tokens, in the same order.
@@ -35,14 +33,6 @@ def _check(rows: torch.Tensor, columns: int, weights: Parts) -> None:
             raise ConfigError(f"expected weights [size], got shape {tuple(weight.shape)}")
 
 
-def _check_pair(q: torch.Tensor, k: torch.Tensor) -> None:
-    if q.shape[0] != k.shape[0] or q.dtype != k.dtype:
-        raise ConfigError(
-            "expected Q and K of the same tokens and type, "
-            f"got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
-        )
-
-
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -65,7 +55,7 @@ def _shape(workspace: LamportWorkspace, parts: Parts, weights: Parts) -> Shape:
         weight_dtype=_name(weights[0].dtype),
         world_size=workspace.world_size,
         q_size=weights[0].numel(),
-        k_size=weights[1].numel() if len(weights) > 1 else 0,
+        k_size=weights[1].numel(),
         aligned=_aligned(parts, weights),
     )
 
@@ -172,57 +162,19 @@ def qk_rms_norm(
     return q, k
 
 
-def _split_qk_rms_norm(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    workspace: int,
-    eps: float,
+def _fake(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, workspace: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(q, q_weight.shape[0], (q_weight,))
-    _check(k, k_weight.shape[0], (k_weight,))
-    _check_pair(q, k)
-    parts = (q[:, : q_weight.shape[0]], k[:, : k_weight.shape[0]])
-    q_out, k_out = _normalize(parts, (q_weight, k_weight), workspace, eps)
-    return q_out, k_out
+    del workspace, eps
+    q, k = (qkv.new_empty((qkv.shape[0], weight.shape[0])) for weight in (q_weight, k_weight))
+    return q, k
 
 
-def _reduce_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, workspace: int, eps: float
-) -> torch.Tensor:
-    _check(x, weight.shape[0], (weight,))
-    (out,) = _normalize((x[:, : weight.shape[0]],), (weight,), workspace, eps)
-    return out
-
-
-def _shard(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[0]))
-
-
-_OPS = (
-    (
-        "qk_rms_norm(Tensor qkv, Tensor q_weight, Tensor k_weight, int workspace, float eps)"
-        " -> (Tensor, Tensor)",
-        qk_rms_norm,
-        lambda qkv, q, k, *_: (_shard(qkv, q), _shard(qkv, k)),
-    ),
-    (
-        "split_qk_rms_norm(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, int workspace,"
-        " float eps) -> (Tensor, Tensor)",
-        _split_qk_rms_norm,
-        lambda q, k, q_weight, k_weight, *_: (_shard(q, q_weight), _shard(k, k_weight)),
-    ),
-    (
-        "reduce_rms_norm(Tensor x, Tensor weight, int workspace, float eps) -> Tensor",
-        _reduce_rms_norm,
-        lambda x, weight, *_: _shard(x, weight),
-    ),
+_library.define(
+    "qk_rms_norm(Tensor qkv, Tensor q_weight, Tensor k_weight, int workspace, float eps)"
+    " -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-for _schema, _implementation, _fake in _OPS:
-    _op = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_op, _implementation, _key)
-    torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake, lib=_library)
+for _key in ("CPU", "CUDA"):
+    _library.impl("qk_rms_norm", qk_rms_norm, _key)
+torch.library.register_fake(f"{NAMESPACE}::qk_rms_norm", _fake, lib=_library)

@@ -119,6 +119,9 @@ def test_what_a_kernel_reports_is_raised_from_then_on(fakes: Fakes) -> None:
         workspace.raise_if_failed()
 
 
+qk_rms_norm = torch.ops.vllm_commext.qk_rms_norm
+
+
 def rows_of(rank: int, tokens: int, columns: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(100 * rank + tokens)
     return torch.randn(tokens, columns, generator=random).to(torch.bfloat16)
@@ -129,27 +132,21 @@ def test_ops_from_end_to_end(fakes: Fakes) -> None:
     """Pieces, strides and both parts, through real arguments."""
     _, group, kernels = fakes
     weights = torch.randn(64).to(torch.bfloat16), torch.randn(16).to(torch.bfloat16)
-    ops = torch.ops.vllm_commext
 
     def body(rank: int) -> list[torch.Tensor]:
         workspace = make(rank, max_tokens_per_launch=4)
         handle, outs = workspace.handle, []
         for tokens in (1, 11, 0, 4):
-            rows = rows_of(rank, tokens, 96)
-            outs += ops.qk_rms_norm(rows, *weights, handle, EPS)
-            outs += ops.qk_rms_norm(rows_of(rank, tokens, 101)[:, 5:], *weights, handle, EPS)
-            outs.append(ops.reduce_rms_norm(rows[:, :64], weights[0], handle, EPS))
-            q, k = rows[:, :64].contiguous(), rows[:, 64:80].contiguous()
-            outs += ops.split_qk_rms_norm(q, k, *weights, handle, EPS)
+            outs += qk_rms_norm(rows_of(rank, tokens, 96), *weights, handle, EPS)
+            outs += qk_rms_norm(rows_of(rank, tokens, 101)[:, 5:], *weights, handle, EPS)
         workspace.raise_if_failed()
         return outs
 
     results = group.run(body)
     place = iter(range(100))
     for tokens in (1, 11, 0, 4):
-        for columns, start, parts in ((96, 0, 2), (101, 5, 2), (96, 0, 1), (96, 0, 2)):
-            for part in range(parts):
-                first, last = ((0, 64), (64, 80))[part]
+        for columns, start in ((96, 0), (101, 5)):
+            for part, (first, last) in enumerate(((0, 64), (64, 80))):
                 rows = [rows_of(rank, tokens, columns)[:, start:] for rank in range(RANKS)]
                 wanted = exact([row[:, first:last] for row in rows], [weights[part]] * RANKS)
                 at = next(place)
@@ -173,12 +170,11 @@ def test_what_torch_holds_may_lose_its_content(fakes: Fakes) -> None:
         for tensor in held:
             if tensor is not workspace._report:  # host memory, which sleep leaves alone
                 tensor.zero_()
-        return torch.ops.vllm_commext.reduce_rms_norm(
-            rows_of(rank, 3, 64), weight, workspace.handle, EPS
-        )
+        rows = rows_of(rank, 3, 128)
+        return qk_rms_norm(rows, weight, weight, workspace.handle, EPS)[0]
 
     results = group.run(body)
-    wanted = exact([rows_of(rank, 3, 64) for rank in range(RANKS)], [weight] * RANKS)
+    wanted = exact([rows_of(rank, 3, 128)[:, :64] for rank in range(RANKS)], [weight] * RANKS)
     for rank in range(RANKS):
         torch.testing.assert_close(results[rank].double(), wanted[rank], rtol=2**-8, atol=1e-30)
 
@@ -193,7 +189,7 @@ def test_a_batch_invariant_row_has_the_same_bits_alone_and_among_others(
     from tests.unit.reduce_rms.fake_gpu import workspace as made_with
 
     columns = 2880  # of float32, in which the order of additions shows
-    weight = torch.randn(columns)
+    weights = torch.randn(columns).split(columns // 2)
 
     def body(rank: int) -> list[torch.Tensor]:
         workspace = LamportWorkspace(
@@ -203,8 +199,8 @@ def test_a_batch_invariant_row_has_the_same_bits_alone_and_among_others(
         rows = torch.randn(5, columns, generator=random)
         calls = [rows, *(row[None] for row in rows)]  # 2 a multiprocessor is where the form changes
         calls.append(torch.cat([torch.ones_like(rows[:2]), rows, torch.ones_like(rows[:1])]))
-        op = torch.ops.vllm_commext.reduce_rms_norm
-        return [op(call, weight, workspace.handle, EPS) for call in calls]
+        outs = (qk_rms_norm(call, *weights, workspace.handle, EPS) for call in calls)
+        return [torch.cat(both, 1) for both in outs]
 
     with fake_gpus(world_size) as (_, group, _):
         monkeypatch.setattr(made_with, "current_device", lambda: Device(0, 90, 1))
@@ -229,8 +225,7 @@ def test_a_kernel_that_one_rank_cannot_load_is_an_error_on_all_and_nothing_is_la
 
     def body(rank: int) -> torch.Tensor:
         workspace = make(rank)
-        op = torch.ops.vllm_commext.reduce_rms_norm
-        return op(rows_of(rank, 3, 64), weight, workspace.handle, EPS)
+        return qk_rms_norm(rows_of(rank, 3, 128), weight, weight, workspace.handle, EPS)[0]
 
     errors = group.run(body)
     assert [type(error) for error in errors] == [UnsupportedError] * RANKS
@@ -246,9 +241,9 @@ def test_a_failed_workspace_is_not_called_again(
     made = group.run(lambda rank: make(rank, timeout_seconds=0.3))
     workspace = made[0]  # the other stays, for its memory is written to
     monkeypatch.setattr(workspace, "prepare", lambda *_: None)  # which would need the other
-    rows, weight = rows_of(0, 3, 64), torch.ones(64, dtype=torch.bfloat16)
-    out = torch.ops.vllm_commext.reduce_rms_norm(rows, weight, workspace.handle, EPS)
-    assert bool(out.isnan().all())
+    rows, weight = rows_of(0, 3, 128), torch.ones(64, dtype=torch.bfloat16)
+    for out in qk_rms_norm(rows, weight, weight, workspace.handle, EPS):
+        assert bool(out.isnan().all())
     with pytest.raises(CommextTimeoutError, match="rank 1"):
-        torch.ops.vllm_commext.reduce_rms_norm(rows, weight, workspace.handle, EPS)
+        qk_rms_norm(rows, weight, weight, workspace.handle, EPS)
     assert kernels.launches == [3]
