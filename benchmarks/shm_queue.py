@@ -1,7 +1,7 @@
 """Our message queue against the installed vLLM's, `multiprocessing.Pipe` and ZMQ, in one run.
 
-A round trip is: the writer sends to all readers over one queue, and each answers with the same
-object over a queue of its own (for throughput, only the last one is answered). A step is what
+The writer sends to all readers over one queue, and each answers with the same object over a queue
+of its own (for throughput, only the last one is answered). A step is what
 vLLM's engine sends for one, a SchedulerOutput and then the call for sampling, and what a worker
 answers, None and then the ModelRunnerOutput; in one call: only the first and the last of it. Every
 figure is the median over rounds in which all variants take turns, so that what else the machine
@@ -23,7 +23,6 @@ from pathlib import Path
 import repository  # noqa: F401
 from message_queue.cases import (
     GAPS_SECONDS,
-    SIZES,
     STEP_GAPS_SECONDS,
     TENSORS,
     Cell,
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
         stack.enter_context(placed(placement))
         measurements = list(
             groups(
-                *(args.sizes, args.tensors, args.gaps, args.step_gaps),
+                *(args.tensors, args.gaps, args.step_gaps),
                 *(args.seconds, args.pace_seconds),
             )
         )
@@ -64,7 +63,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["free", "pinned"])
-    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="in bytes")
     parser.add_argument(
         "--tensors", type=int, nargs="*", default=list(TENSORS), help="in bytes, sent in calls"
     )

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
     from .engine_steps import StepMaker
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (100, 10 * KIB, 100 * KIB, MIB, 12 * MIB, 24 * MIB)
 GAPS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 1.4)
 STEP_REQUESTS = (8, 256)
 STEP_GAPS_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05)
 STEPS, WARM_STEPS = 300, 10
 LEAST_SAMPLES = 100  # of a case whose 99th percentile is told
 ENGINE_SECONDS = 0.0005
-ARRAYS_FROM = 100 * KIB
 LONG_GAP_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 BUSY_SECONDS, BUSY_BYTES = 0.3, 23_000_000
@@ -54,18 +52,6 @@ def named(size: int) -> str:
         if size >= unit:
             return f"{size // unit} {name}"
     return f"{size} B"
-
-
-def payloads(sizes: Sequence[int]) -> dict[str, Any]:
-    import torch  # not in the readers, which start much sooner without
-
-    made: dict[str, Any] = {}
-    for size in sizes:
-        made[f"{named(size)} bytes"] = os.urandom(size)
-        if size >= ARRAYS_FROM:
-            made[f"{named(size)} numpy"] = np.frombuffer(os.urandom(size), np.uint8).copy()
-            made[f"{named(size)} torch"] = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    return made
 
 
 def step_encoding_us() -> dict[str, dict[str, float]]:
@@ -107,17 +93,6 @@ def timed(link: Link, obj: object, until: Callable[[int], bool], gap: float = 0.
         link.round_trip(obj)
         found.append((time.perf_counter_ns() - started) / 1e3)
     return found
-
-
-def round_trips(case: str, obj: object, seconds: float) -> Measurement:
-    def measure(link: Link) -> Figures:
-        link.round_trip(obj)  # the first of its kind may import something, and touches memory
-        end = time.perf_counter() + seconds
-        found = timed(link, obj, lambda count: count >= 5 and time.perf_counter() >= end)
-        name = f"round trip, {case}"
-        return [(name, "us p50", percentile(found, 0.5)), (name, "us p99", percentile(found, 0.99))]
-
-    return measure
 
 
 @functools.cache
@@ -276,7 +251,6 @@ def silence(links: dict[str, Link]) -> dict[str, float]:
 
 
 def groups(
-    sizes: Sequence[int],
     tensors: Sequence[int],
     gaps: Sequence[float],
     step_gaps: Sequence[float],
@@ -291,12 +265,8 @@ def groups(
     ]
     for gap in step_gaps:
         yield [engine_steps(n, gap, pace_seconds, in_one_call=False) for n in STEP_REQUESTS]
-    made = [round_trips(case, obj, seconds) for case, obj in payloads(sizes).items()]
-    for first in range(0, len(made), 5):
-        yield made[first : first + 5]
-    if sizes:
-        yield [throughput(size, seconds) for size in (100, 10 * KIB)]
-        yield [to_a_busy_reader(), both_ways()]
+    yield [throughput(size, seconds) for size in (100, 10 * KIB)]
+    yield [to_a_busy_reader(), both_ways()]
     if tensors:
         yield [tensor_calls(size) for size in tensors]
     if gaps:

@@ -2,8 +2,7 @@
 
 A part is written to the ring straight from the object's memory, and received straight into the
 memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
-arrays) and for CPU tensors of torch. Two kinds of messages are not pickled: `bytes`, arrays and
-tensors that are the message themselves (`PlainEncoder`), and an engine's steps (`StepClasses`).
+arrays) and for CPU tensors of torch. An engine's steps are not pickled (`StepClasses`).
 """
 
 import copyreg
@@ -14,113 +13,25 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ProtocolError
 from . import _shm_ring
 from ._shm_ring import STEP_FORMAT, STEP_NO_SLOT, VERSION, Packer, Unpacker
-from .reducers import (
-    PROTOCOL,
-    SHARED_DTYPES,
-    is_of_numbers,
-    numbers_of,
-    reduce_array,
-    reduce_tensor,
-    refuse_storage,
-)
+from .reducers import PROTOCOL, reduce_array, reduce_tensor, refuse_storage
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-BYTES, BYTEARRAY, ARRAY, TENSOR = b"b", b"a", b"n", b"t"
-MOST_KEPT = 1024  # of what either end made of words
 ALL_TYPES = 3  # that have reducers of ours: numpy's one and torch's two
-
-PlainRecord = tuple[bytes, Any]
-Builder = Callable[[Any], Any]
-
 IN_BAND_BYTES = 16 << 10  # inside a pickle; below, a part of its own costs more than its copies
 MEMO_BYTES = 16 << 10  # of a pickler that is kept: to clear its memo takes time for all that the
 # largest message ever put there, and longer than a new pickler beyond this
 MAX_BUFFERS = 64  # of one message; more go in band. Fewer than any ring's parts.
 
 MARK = b"s"
-PICKLE, STEP = 0x80, MARK[0]  # the first byte of a record that is none of the plain ones
+STEP = MARK[0]  # the first byte of a record that is no pickle
 SHORT_BYTES = 512  # of a pickle whose memo is below MEMO_BYTES: an entry takes two bytes or more
 
 Record = bytes | tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
-
-
-class PlainEncoder:
-    """Encodes `bytes`, arrays and tensors that are the message themselves: their memory behind a
-    few words that say what it is.
-
-    Pickling such an array takes longer than copying 100 KiB of it. The words are the same for all
-    alike, so both ends keep what they made of them; their first byte is never that of a pickle.
-
-    `by_type`: what to try with an object of exactly this type; it returns None for one to pickle.
-    """
-
-    def __init__(self) -> None:
-        self.by_type: dict[type, Callable[[Any], PlainRecord | None]] = {
-            bytes: lambda obj: (BYTES, obj),
-            bytearray: lambda obj: (BYTEARRAY, obj),
-        }
-        self._heads: dict[Any, bytes] = {}
-
-    def of_array(self, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
-        if not is_of_numbers(array) or not array.flags.writeable:
-            return None
-        return self._record(ARRAY, array)
-
-    def of_tensor(self, tensor: "torch.Tensor") -> PlainRecord | None:
-        array = numbers_of(tensor)
-        return None if array is None else self._record(TENSOR, array)
-
-    def _record(self, kind: bytes, array: "np.ndarray[Any, Any]") -> PlainRecord | None:
-        key = kind, array.dtype, array.shape
-        head = self._heads.get(key)
-        if head is None:
-            if len(self._heads) >= MOST_KEPT:
-                self._heads.clear()
-            head = self._heads[key] = _head(*key)
-        return (head, array) if head else None
-
-
-def _head(kind: bytes, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> bytes:
-    """Return the words for such an array; none where it has to be pickled."""
-    if kind == TENSOR and dtype.name not in SHARED_DTYPES:
-        return b""
-    return kind + ",".join([dtype.str, *map(str, shape)]).encode()
-
-
-_builders: dict[bytes, Builder] = {}
-
-
-def build(head: bytes, memory: Any) -> Any:
-    """Make the object of a plain record. It owns `memory`: `bytes`, or else a `bytearray`."""
-    if head in (BYTES, BYTEARRAY):
-        return memory
-    builder = _builders.get(head)
-    if builder is None:
-        if len(_builders) >= MOST_KEPT:
-            _builders.clear()
-        builder = _builders[head] = _builder(head)
-    return builder(memory)
-
-
-def _builder(head: bytes) -> Builder:
-    import numpy as np
-
-    name, *lengths = head[1:].decode().split(",")
-    dtype, shape, array = np.dtype(name), tuple(map(int, lengths)), np.ndarray
-    if head[:1] == ARRAY:
-        return lambda memory: array(shape, dtype, memory)
-    from torch import from_numpy
-
-    return lambda memory: from_numpy(array(shape, dtype, memory))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +123,6 @@ class Encoder:
         self, classes: StepClasses | None = None, reducers: Reducers | None = None
     ) -> None:
         self._given = reducers or {}
-        self._plain = PlainEncoder()
         self._steps = None
         if classes is not None:
             self._steps = Packer(classes.kinds, classes.statuses, classes.fingerprint)
@@ -249,27 +159,21 @@ class Encoder:
             self._start()
         if len(self._reducers) < ALL_TYPES:
             self._add_types()
-        if type(obj) is tuple:
-            if self._steps is not None and (step := self._steps.pack(obj)) is not None:
+        if self._steps is not None and type(obj) is tuple:
+            step = self._steps.pack(obj)
+            if step is not None:
                 head, others = step
                 return head if others is None else _behind(head, self._pickle(others))
-            return self._pickle(obj)
-        plain = self._plain.by_type.get(type(obj))
-        if plain is not None and (record := plain(obj)) is not None:
-            return record
         return self._pickle(obj)
 
     def _add_types(self) -> None:
         """Add those that have been imported by now."""
-        reducers, plain = self._reducers, self._plain
         if (numpy := sys.modules.get("numpy")) is not None:
-            reducers[numpy.ndarray], plain.by_type[numpy.ndarray] = reduce_array, plain.of_array
+            self._reducers[numpy.ndarray] = reduce_array
         if (torch := sys.modules.get("torch")) is not None:
-            reducers[torch.Tensor], plain.by_type[torch.Tensor] = reduce_tensor, plain.of_tensor
-            reducers[torch.UntypedStorage] = refuse_storage
-        reducers.update(self._given)
-        for kind in self._given:
-            plain.by_type.pop(kind, None)
+            self._reducers[torch.Tensor] = reduce_tensor
+            self._reducers[torch.UntypedStorage] = refuse_storage
+        self._reducers.update(self._given)
 
     def forget(self) -> None:
         """Note that the last record was not sent."""
@@ -309,17 +213,9 @@ class Decoder:
 
     def decode(self, record: "bytes | list[bytes | bytearray]") -> Any:
         """Make the object of a record from `RingReader.read`. It owns all its memory."""
-        buffers: list[bytes | bytearray] = []
-        if isinstance(record, bytes):
-            if record[0] != STEP:
-                return pickle.loads(record)
-            head = record
-        else:
-            if record[0][0] == PICKLE:
-                return pickle.loads(record[0], buffers=record[1:])
-            head, *buffers = record
-            if head[0] != STEP:
-                return build(bytes(head), buffers[0])
+        head, *buffers = (record,) if isinstance(record, bytes) else record
+        if head[0] != STEP:
+            return pickle.loads(head, buffers=buffers)
         if self.steps is None:
             raise ProtocolError("got a step field by field: expected the same vLLM at both ends")
         return self.steps.unpack(bytes(head), lambda rest: pickle.loads(rest, buffers=buffers))

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from vllm_commext.shm import codec
 from vllm_commext.shm.codec import IN_BAND_BYTES, MAX_BUFFERS, MEMO_BYTES, Decoder, Encoder
 
 
@@ -116,61 +113,3 @@ def test_beyond_the_bound_buffers_travel_in_band(more: int) -> None:
     back, n_parts = travel(arrays)
     assert n_parts == 1 + MAX_BUFFERS
     assert all(np.array_equal(got, sent) for got, sent in zip(back, arrays, strict=True))
-
-
-# --- `bytes`, arrays and tensors as messages of their own
-
-PICKLE = 0x80
-DTYPES = ("u1", "i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16", "?")
-
-
-def travel_plain(obj: object, encoder: Encoder | None = None) -> tuple[Any, bool]:
-    """What arrives, and whether it went without pickle."""
-    record = (encoder or Encoder()).encode(obj)
-    return decoded(record), not isinstance(record, bytes) and record[0][0] != PICKLE
-
-
-def filled(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-    numbers = np.random.default_rng(0)
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = numbers.integers(0, 2, count, np.uint8)  # true and false for bools, small for others
-    return memory.view(dtype).reshape(shape)
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.integers(0, 70), min_size=0, max_size=4).map(tuple),
-    st.sampled_from(DTYPES),
-)
-def test_any_dense_array_arrives(shape: tuple[int, ...], dtype: str) -> None:
-    array = filled(shape, dtype)
-    if array.nbytes > 1 << 22:
-        array = array[:1]
-    encoder = Encoder()
-    for _ in range(2):  # the second time from what was kept
-        back, without_pickle = travel_plain(array, encoder)
-        assert without_pickle
-        assert (type(back), back.dtype, back.shape) == (np.ndarray, array.dtype, array.shape)
-        assert back.tobytes() == array.tobytes()
-        assert back.flags.writeable
-
-
-def test_only_contiguous_numbers_go_without_pickle() -> None:
-    dense = torch.arange(600).reshape(3, 200)
-    for tensor in (dense, dense.to(torch.float16), dense % 2 == 0):
-        assert travel_plain(tensor)[1]
-        assert travel_plain(tensor.numpy())[1]
-    for tensor in (dense.bfloat16(), dense.T, dense.to_sparse(), torch.nn.Buffer(dense)):
-        assert not travel_plain(tensor)[1]
-    for array in (np.arange(9)[::2], np.arange(9, dtype=">i4"), np.array([None])):
-        assert not travel_plain(array)[1]
-
-
-def test_what_either_end_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MOST_KEPT", 8)
-    encoder = Encoder()
-    for extra in range(50):
-        array = np.zeros(extra, np.uint8)
-        assert travel_plain(array, encoder)[0].shape == array.shape
-    assert len(codec._builders) <= 8
-    assert len(encoder._plain._heads) <= 8
