@@ -76,11 +76,7 @@ def main() -> None:
     tp.destroy()
     other.destroy()
     found["after_destroy"] = dispatcher_of(tp) is None and tp.all_reduce(torch.ones(1)).tolist()
-    found["reasons"] = [
-        bool(allreduce.why_not(other, None)),
-        bool(allreduce.why_not(tp, object())),
-        allreduce.why_not(tp, None),
-    ]
+    found["reasons"] = [bool(allreduce.why_not(other)), allreduce.why_not(tp)]
     found["environ"] = sorted(
         name for name in NO_MULTICAST if os.environ.get(name) != environ.get(name)
     )

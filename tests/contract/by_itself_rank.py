@@ -95,12 +95,13 @@ ENGINES: dict[str, Change] = {
     "eager": eager,
     "no graphs": without_graphs,
     "dbo": setting(enable_dbo=True),
+    "elastic": setting(enable_elastic_ep=True),
     "no custom all-reduce": setting(disable_custom_all_reduce=True),
     "expert parallel": setting(enable_expert_parallel=True),
     "lora and sleep": with_lora_and_sleep,
 }
 OTHERS = (
-    *("unknown machine", "multicast", "invariant", "elastic", "unlike", "crossing table"),
+    *("unknown machine", "multicast", "invariant", "unlike", "crossing table"),
     "no kernel",
 )
 
@@ -215,13 +216,8 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
     before = dict(os.environ)
     seen.lines.clear()
     group = distributed.new_group(backend="gloo")
-    store = object() if name == "elastic" else None
     with current(config):
-        first = "pp:0" if store is not None else "tp:0"  # with a store, vLLM would talk to it
-        made = CudaCommunicator(group, torch.device("cpu"), group, first)
-        if store is not None:
-            made.unique_name = "tp:0"
-            allreduce.attach(made, store)
+        made = CudaCommunicator(group, torch.device("cpu"), group, "tp:0")
         found: dict[str, Any] = {"exchanges": stage.exchanges}
         norm = reduce_rms.take_part(distributed.get_rank(), 2, group)
     dispatcher = allreduce.dispatcher_of(made)

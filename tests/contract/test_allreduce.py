@@ -37,7 +37,7 @@ def test_a_forced_backend_serves_inside_vllms_communicator(tmp_path: Path) -> No
         assert found["checkpoint"][0].startswith("UnsupportedError: ")
         assert found["checkpoint"][1] == ""
         assert found["after_destroy"] == [2.0]
-        assert found["reasons"] == [True, True, ""]
+        assert found["reasons"] == [True, ""]
         assert found["environ"] == []
 
 

@@ -10,7 +10,6 @@ group gets no dispatcher.
 
 import functools
 import importlib
-import inspect
 import logging
 import multiprocessing
 import weakref
@@ -44,7 +43,7 @@ def dispatcher_of(communicator: Any) -> "Dispatcher | None":
     return vars(communicator).get(ATTRIBUTE)
 
 
-def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) -> str:
+def why_not(communicator: Any, by_itself: bool = False) -> str:
     """Reason why a communicator gets no dispatcher; empty where its ranks are to agree about one.
 
     It asks no other rank. The same on all ranks.
@@ -53,8 +52,6 @@ def why_not(communicator: Any, tcp_store_group: Any, by_itself: bool = False) ->
 
     if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:
         return "it is no tensor-parallel group of several ranks"
-    if tcp_store_group is not None:
-        return "its ranks may come and go"
     if by_itself:
         config = get_current_vllm_config_or_none()
         return tp_group.why_not_by_itself(config, communicator.world_size)
@@ -140,11 +137,11 @@ def _use_in_passes(policy: "FusedPolicy", facts: "Facts") -> None:
         fused_pass.split_ranges(config, policy.changes(facts.dtype), row_bytes)
 
 
-def attach(communicator: Any, tcp_store_group: Any = None) -> None:
+def attach(communicator: Any) -> None:
     """Give a communicator its dispatcher, or say in one line why not; collective."""
     name = communicator.unique_name or "unnamed"
     try:
-        if reason := why_not(communicator, tcp_store_group, is_by_itself()):
+        if reason := why_not(communicator, is_by_itself()):
             logger.debug("commext: allreduce: not for group %s: %s", name, reason)
             return
         try:
@@ -235,13 +232,10 @@ def _give_back(communicator: Any) -> tuple[Any, Any]:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - vLLM's name
         original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        attach(self, given.get("tcp_store_group"))
+        attach(self)
 
     return __init__
 

@@ -65,8 +65,6 @@ def why_not(communicator: Any) -> str:
 
     if communicator.dist_module is not distributed:
         return "vLLM's own shared memory serves it"
-    if not isinstance(communicator.cpu_group, distributed.ProcessGroup):
-        return "its ranks may come and go"
     if not all(in_the_same_node_as(communicator.cpu_group, source_rank=0)):
         return "its ranks are on several hosts"
     return ""

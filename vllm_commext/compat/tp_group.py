@@ -50,6 +50,8 @@ def why_not_by_itself(config: Any, world_size: int) -> str:
     if backend != ONE_PARENT or parallel.nnodes_within_dp > 1:
         where = f"executor {backend!r}, {parallel.nnodes_within_dp} nodes"
         return f"proven on one host, whose workers one process has started, and this is {where}"
+    if parallel.enable_elastic_ep:
+        return "--enable-elastic-ep lets ranks come and go"
     if parallel.disable_custom_all_reduce:
         return "--disable-custom-all-reduce asks for no kernels of the kind"
     return ""
