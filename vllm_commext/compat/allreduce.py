@@ -34,7 +34,7 @@ COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator:CudaComm
 ATTRIBUTE = "_commext_allreduce"
 AUTO = "auto"
 ALONE = ("MainProcess", "EngineCore")  # processes whose names begin so run a model on one GPU
-PART, FUSED_NORM, FUSED_EAGER = "allreduce", "fused_norm", "fused_eager"
+PART, FUSED_NORM = "allreduce", "fused_norm"
 _served: "weakref.WeakSet[Any]" = weakref.WeakSet()  # communicators
 SELF_TEST_ROWS = (1, 32, 512)  # about both ends of a table
 
@@ -99,28 +99,24 @@ def _serve_fused_op(
     fused_op.register_group(communicator.unique_name, fused_op.FusedNorm(apart, ours, policy))
     if ours is None:
         return
-    if _may(FUSED_NORM, steps, communicator.device):
+    if _may_fuse(steps, communicator.device):
         _use_in_passes(policy, required.facts)
-    if _may(FUSED_EAGER, steps, communicator.device):
-        from vllm_commext.compat import fused_pass
-
-        fused_pass.install_helpers()
 
 
-def _may(part: str, steps: "Collective", device: "torch.device") -> bool:
-    """Decide on all ranks whether a part is put in place; else say why vLLM's own remains."""
+def _may_fuse(steps: "Collective", device: "torch.device") -> bool:
+    """Decide on all ranks whether graphs get the op; else say why vLLM's own fusion remains."""
     problem, level = "", logging.WARNING
     try:
-        fits.admit(part)
+        fits.admit(FUSED_NORM)
         from vllm_commext.compat import fused_pass
 
-        if fits.must_test_itself(part):
+        if fits.must_test_itself(FUSED_NORM):
             fused_pass.self_test(device)
     except Exception as error:  # noqa: BLE001 - vLLM's own is there
         problem, level = f"{type(error).__name__}: {error}", fits.level_of(error)
     problems = [found for found in steps.allgather(problem) if found]
     if problems and steps.rank == 0:
-        logger.log(level, "commext: allreduce: %s is left to vLLM: %s", part, problems[0])
+        logger.log(level, "commext: allreduce: %s is left to vLLM: %s", FUSED_NORM, problems[0])
     return not problems
 
 

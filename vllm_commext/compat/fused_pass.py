@@ -1,12 +1,8 @@
-"""Our fused op in vLLM's models: a pass among those that vLLM runs over its graphs, and behind the
-helpers of models that run without them.
+"""Our fused op in vLLM's models: a pass among those that vLLM runs over its graphs.
 
 It comes right before vLLM's own all-reduce fusion, which then finds nothing where ours is, and runs
 also where vLLM's is off or lacks FlashInfer. vLLM keeps compiled graphs in files by what they
 depend on, and inductor too: both get our pass's identity.
-
-A model without passes calls a helper of vLLM's for the all-reduce, the residual and the norm, which
-takes FlashInfer's kernel or the parts. It asks our op first, where a table has it fastest.
 """
 
 import functools
@@ -21,7 +17,6 @@ import msgspec
 import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_tp_group
 
 import vllm_commext
 from vllm_commext.allreduce.fused import graph as fused_graph
@@ -36,10 +31,6 @@ logger = logging.getLogger("vllm.commext.allreduce")
 
 CONFIGURE = "vllm.compilation.passes.pass_manager:PostGradPassManager.configure"
 IDENTITY = "VLLM_COMMEXT_FUSED_NORM"  # among the names that vLLM's cache key is made of
-NORM = "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm"
-GEMMA = "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:fused_allreduce_gemma_rms_norm"
-BIASES = {NORM: 0, GEMMA: 1}  # added to each weight by the helper's norm
-Helper = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # Ours needs what these make of a graph, and comes before all others.
 EARLIER = ("NoOpEliminationPass", "SequenceParallelismPass", "AsyncTPPass", "AddRMSNormFusionPass")
 # What FlashInfer's kernel takes in and ours does not; some builds of vLLM lack it.
@@ -192,42 +183,3 @@ def install() -> None:
     """Let vLLM's models use our op from now on; a second call changes nothing."""
     hooks.add_factor(IDENTITY, identity)
     wrap({CONFIGURE: _configure})
-
-
-def serve(
-    hidden_states: torch.Tensor, residual: Any, norm: Any, weight_bias: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The norm and the new residual by our kernel, both [rows, hidden], or None where vLLM's helper
-    is to serve."""
-    group = get_tp_group().unique_name
-    served, weight = fused_op.find_group(group), getattr(norm, "weight", None)
-    if served is None or weight is None or residual is None or hidden_states.dim() != 2:
-        return None
-    if getattr(norm, "variance_size_override", None) is not None:
-        return None
-    eps = norm.variance_epsilon
-    if not served.leads(hidden_states, residual, weight, weight_bias):
-        return None
-    out, new, _ = fused_op.all_reduce_add_rms_norm(
-        hidden_states, residual, weight, eps, group, weight_bias=weight_bias
-    )
-    return out, new
-
-
-def _helper(original: Helper, weight_bias: int) -> Helper:
-    @functools.wraps(original)
-    def helper(
-        hidden_states: torch.Tensor, residual: torch.Tensor, norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ours = serve(hidden_states, residual, norm, weight_bias)
-        return original(hidden_states, residual, norm) if ours is None else ours
-
-    return helper
-
-
-def install_helpers() -> None:
-    """Let vLLM's helpers ask our op from now on, in models that are imported later."""
-    makers = {
-        symbol: functools.partial(_helper, weight_bias=bias) for symbol, bias in BIASES.items()
-    }
-    wrap(makers)

@@ -114,17 +114,6 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         removal="vLLM lets a plugin say where among its passes its own is to come",
     ),
     MonkeyPatch(
-        (
-            "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm",
-            "vllm.model_executor.layers.fused_allreduce_gemma_rms_norm:"
-            "fused_allreduce_gemma_rms_norm",
-        ),
-        why="models that run without compiler passes call this helper, which has no hook",
-        guard="`fused_eager` fits; a table has our op fastest for the message",
-        test="tests/contract/test_fused_eager.py",
-        removal="vLLM lets a plugin choose the op of its eager helpers",
-    ),
-    MonkeyPatch(
         (f"{_COMMUNICATORS}.pynccl_wrapper:NCCLLibrary.exported_functions",),
         why="an older NCCL lacks two functions that only sleep mode calls; measuring needs neither",
         guard="only in processes that measure, and only for functions that the library lacks",

@@ -55,7 +55,6 @@ PARTS: tuple[Part, ...] = (
     Part("cpu_collectives", "cpu_collectives", IN_USE),
     Part("allreduce", "allreduce", IN_USE),
     Part("fused_norm", "allreduce", IN_USE),
-    Part("fused_eager", "allreduce"),
     Part("reduce_rms", "reduce_rms"),
 )
 BY_NAME = {part.name: part for part in PARTS}

@@ -98,16 +98,6 @@ class FusedNorm:
         self.calls[limits.UNFUSED] += 1
         return self._apart(given)
 
-    def leads(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, weight_bias: int
-    ) -> bool:
-        """Return whether a launch of ours is the fastest for it, and ready; collective as a call
-        is."""
-        shape = _shape(x, residual, weight, "norm", None, weight_bias)
-        ours = self._usable(shape, x)
-        first = self.policy.ranking(x.numel() * x.itemsize, shape.dtype)[:1]
-        return ours is not None and first == (limits.FUSED_PUSH,)
-
     def _usable(self, shape: FusedShape, x: torch.Tensor) -> PushFused | None:
         """Our kernels, where they are ready on all ranks and take the rows. They are prepared
         at a shape's first call, which is often vLLM's largest: a capture would come too late."""
@@ -195,7 +185,7 @@ def all_reduce_add_rms_norm(
     weight_bias: int = 0,
     next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the op, without what torch's dispatcher costs; for callers that no compiler traces.
+    """Implement the op.
 
     Args:
         x: [rows, hidden], this rank's part of the sum: bfloat16, float16 or float32.
