@@ -12,15 +12,7 @@ import pytest
 
 from vllm_commext.cli import checks as table
 from vllm_commext.cli import doctor, main
-from vllm_commext.cli.report import (
-    Check,
-    Found,
-    Level,
-    Row,
-    as_text,
-    exit_status,
-)
-from vllm_commext.settings import TOGGLES
+from vllm_commext.cli.report import Check, Found, Level, Row, as_text, exit_status
 
 PATIENT = ("--timeout", "280")
 """Probes of a busy machine start late."""
@@ -203,28 +195,6 @@ def test_the_short_text_has_problems_first_and_then_headlines() -> None:
     lines = text_of(*checks, every=True)
     for check in checks:
         assert sum(line[7:].startswith(f"{check.name} ") for line in lines) == 1
-
-
-H200 = "NVIDIA H200, 140 GiB, sm_90"
-PEERS = Found("all 2 pairs")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "peers", "environ"),
-    [
-        ([H200] * 3, PEERS, {}),
-        ([H200] * 2, Found("not 0->1", Level.WARNING), {}),
-        ([H200, "NVIDIA A100"], PEERS, {}),
-        ([H200] * 2, PEERS, {table.OFFERED: "auto"}),
-    ],
-)
-def test_what_is_on_or_was_not_measured_on_such_gpus_is_not_offered(
-    gpus: list[str], peers: Found, environ: dict[str, str]
-) -> None:
-    assert not list(table.offer(gpus, peers, environ))
-    (found,) = table.offer([H200] * 2, PEERS, {})
-    _, _, value = found.value.removeprefix("export ").partition("=")
-    assert value in {toggle.name: toggle.choices for toggle in TOGGLES}[table.OFFERED]
 
 
 @pytest.mark.parametrize("option", ["--peer", "--listen"])

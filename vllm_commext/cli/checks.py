@@ -14,14 +14,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 from vllm_commext import __version__, status
 from vllm_commext.allreduce.cache import find_table
 from vllm_commext.allreduce.table import Table, describe
-from vllm_commext.cli.report import OFFER, Check, Found, Level, Row, encode
+from vllm_commext.cli.report import Check, Found, Level, Row, encode
 from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.errors import CommextError, UnsupportedError
 from vllm_commext.serve.checks import why_not_bound
@@ -38,11 +38,6 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 WORLD_SIZES = (2, 4, 8)
-OFFERED = "VLLM_COMMEXT_REDUCE_RMS"
-WHY_OFFERED = (
-    "QK RMSNorm of MiniMax-M2 with tensor parallelism takes 1.29x to 1.63x less time (1 and 2,048 "
-    "tokens, two and four H200, docs/performance.md); `auto` leaves other models alone"
-)
 ABSENT = "not installed"
 
 
@@ -203,8 +198,7 @@ def gpus() -> Iterable[Found]:
         yield Found(found[index], name=f"GPU {index}")
     yield Found(f"{count} x {found[0]}" if found else "none", Level.INFO, "GPUs")
     if count:
-        yield (peers := peer_access(count, torch.cuda.can_device_access_peer))
-        yield from offer(found, peers, os.environ)
+        yield peer_access(count, torch.cuda.can_device_access_peer)
     if count >= WORLD_SIZES[0]:
         machine = read_machine(torch.device("cuda", 0))
         yield from tables(count, partial(find_table, machine))
@@ -219,14 +213,6 @@ def peer_access(count: int, can_access: Callable[[int, int], bool]) -> Found:
     if not missing:
         return Found(f"all {len(pairs)} pairs", name=name)
     return Found(f"not {', '.join(missing)}", Level.WARNING, name, remedy)
-
-
-def offer(gpus: Sequence[str], peers: Found, environ: Mapping[str, str]) -> Iterable[Found]:
-    """`OFFERED` where it is off on GPUs on which it was measured faster, and that reach one
-    another."""
-    is_measured = len(gpus) in (2, 4) and all(gpu.startswith("NVIDIA H200") for gpu in gpus)
-    if is_measured and peers.level is Level.OK and environ.get(OFFERED, "0") == "0":
-        yield Found(f"export {OFFERED}=auto", Level.INFO, OFFER, WHY_OFFERED)
 
 
 def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Found]:

@@ -71,10 +71,9 @@ class Row(NamedTuple):
 EXIT_STATUS = {Level.OK: 0, Level.INFO: 0, Level.WARNING: 1, Level.ERROR: 2}
 MARKS = {Level.OK: "ok", Level.INFO: "--", Level.WARNING: "WARN", Level.ERROR: "FAIL"}
 VERDICTS = {0: "ready", 1: "ready, with warnings", 2: "broken"}
-OFFER = "to switch on"
 HEADLINES = {
     **{"package": ("vllm_commext", "native queue"), "vllm": ("vllm",)},
-    **{"nixl": ("nixl", "backend UCX"), "gpu": ("GPUs", "peer access", OFFER)},
+    **{"nixl": ("nixl", "backend UCX"), "gpu": ("GPUs", "peer access")},
     "machine": ("/dev/shm", "side channel"),
 }
 """Checks that the short report has beside problems, toggles that are set, and capabilities."""
