@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
     cells: list[Cell] = []
     with ExitStack() as stack:
         links = {
-            name: stack.enter_context(linked(name, n_readers, placement, arena=args.arena))
+            name: stack.enter_context(linked(name, n_readers, placement))
             for name in args.variants
         }
         stack.enter_context(placed(placement))
@@ -65,9 +65,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=["free", "pinned"])
     parser.add_argument(
         "--tensors", type=int, nargs="*", default=list(TENSORS), help="in bytes, sent in calls"
-    )
-    parser.add_argument(
-        "--arena", action="store_true", help="with vLLM's tensor arena: 2 GiB of /dev/shm a queue"
     )
     parser.add_argument("--gaps", type=float, nargs="*", default=list(GAPS_SECONDS))
     parser.add_argument(

@@ -8,7 +8,6 @@ that it was given before.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import multiprocessing
 import os
@@ -130,11 +129,9 @@ def serve_queue(variant: str, rank: int, core: int | None, control: Connection) 
     answer_all(rank, lambda: requests.dequeue(indefinite=True), answers.enqueue)
 
 
-def link_queue(
-    variant: str, controls: list[Connection], pids: list[int], *, arena: bool = False
-) -> Link:
+def link_queue(variant: str, controls: list[Connection], pids: list[int]) -> Link:
     queue = queue_class(variant)
-    requests = queue(len(controls), len(controls), enable_shm_tensor_arena=arena)
+    requests = queue(len(controls), len(controls))
     for control in controls:
         control.send(requests.export_handle())
     handles = []
@@ -199,18 +196,18 @@ def link_zmq(_variant: str, controls: list[Connection], pids: list[int]) -> Link
     return Link(lambda obj: zmq_send(requests, obj), receive, pids)
 
 
-def parts_of(variant: str, arena: bool) -> tuple[Callable[..., None], Callable[..., Link]]:
+def parts_of(variant: str) -> tuple[Callable[..., None], Callable[..., Link]]:
     if variant == "pipe":
         return serve_pipe, link_pipe
     if variant == "zmq":
         return serve_zmq, link_zmq
-    return serve_queue, functools.partial(link_queue, arena=arena)
+    return serve_queue, link_queue
 
 
 @contextlib.contextmanager
-def linked(variant: str, n_readers: int, placement: str, *, arena: bool) -> Iterator[Link]:
-    """Start a variant's readers; they end with the block. `arena`: queues with vLLM's one."""
-    serve, link = parts_of(variant, arena)
+def linked(variant: str, n_readers: int, placement: str) -> Iterator[Link]:
+    """Start a variant's readers; they end with the block."""
+    serve, link = parts_of(variant)
     pairs = [SPAWN.Pipe() for _ in range(n_readers)]
     processes = [
         SPAWN.Process(

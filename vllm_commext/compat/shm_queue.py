@@ -1,5 +1,5 @@
 """Our message queue in place of vLLM's, at every name that vLLM has bound to the class: among the
-ranks of a process group, for vLLM's own steps and with its tensor arena.
+ranks of a process group, and for vLLM's own steps.
 
 The order of the collective calls is vLLM's, because its other code runs between them.
 """
@@ -7,24 +7,21 @@ The order of the collective calls is vLLM's, because its other code runs between
 import functools
 import logging
 import sys
-from collections.abc import Callable
-from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 
 from vllm_commext.compat.monkey_patch import SYMBOLS, is_patched, original_of, patch
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.shm.codec import StepClasses
 from vllm_commext.shm.queue import Handle, MessageQueue
-from vllm_commext.shm.reducers import PROTOCOL, is_dense, reduce_tensor
 
 logger = logging.getLogger("vllm.commext.shm")
 
 DEFINED_IN = "vllm.distributed.device_communicators.shm_broadcast"
 NAME = "MessageQueue"
+LEFT = "commext: shm_queue: left to vLLM's own: %s"
 
 
 @functools.cache
@@ -46,51 +43,6 @@ def vllm_steps() -> StepClasses | None:
         logger.info("commext: shm_queue: steps are pickled as they are: %s", problem)
         return None
     return found
-
-
-ArenaHandle = tuple[int, int, int, str]
-Reducer = Callable[[Any], Any]
-
-
-class TensorArena:
-    """One end of vLLM's tensor arena beside our queue, the writer's, or, with its handle, that of
-    the reader in `place`: slots of shared memory into which the engine copies a large CPU tensor
-    once, and of which each worker gets a view. A message of ours holds what vLLM pickles in place
-    of the tensor.
-
-    RuntimeError where /dev/shm has no room for it (2 GiB in vLLM 0.32). A reader calls
-    `flush_releases` before each read: it frees the slots whose tensors are gone.
-    """
-
-    def __init__(self, n_readers: int, handle: ArenaHandle | None = None, place: int = -1) -> None:
-        from vllm.distributed.device_communicators import shm_tensor_arena
-
-        self._stock: Any = shm_tensor_arena
-        if handle is None:
-            self._arena = self._stock.ShmTensorArena(n_readers)
-        else:
-            self._arena = self._stock.ShmTensorArena(*handle, reader_rank=place)
-            if hasattr(self._arena, "shared_memory"):  # else what needs it fails, when it comes
-                self._stock._TENSOR_ARENAS[handle[-1]] = self._arena  # where unpickling looks
-        self.handle: ArenaHandle = handle or self._arena.handle()
-        self.flush_releases: Callable[[], None] = self._arena.flush_releases
-
-    def reducers(self) -> dict[type, Reducer]:
-        """Reducers of the writer by type: of a tensor in a slot the slot, of others as usual."""
-        only_an_arena = SimpleNamespace(arena=self._arena)  # all that vLLM's pickler needs for it
-        to_slot = partial(self._stock._ArenaPickler.reducer_override, only_an_arena)
-
-        def reduced(tensor: Any, usual: Reducer) -> Any:
-            found = to_slot(tensor) if is_dense(tensor) else NotImplemented
-            return usual(tensor) if found is NotImplemented else found
-
-        return {
-            torch.Tensor: lambda tensor: reduced(tensor, reduce_tensor),
-            torch.nn.Parameter: lambda one: reduced(one, lambda one: one.__reduce_ex__(PROTOCOL)),
-        }
-
-
-LEFT = "commext: shm_queue: left to vLLM's own: %s"
 
 
 def create_from_process_group(
@@ -176,15 +128,16 @@ class GroupMessageQueue(MessageQueue):
     """`MessageQueue` with what only a process of vLLM's can do.
 
     Attributes:
-        stock: vLLM's class, which has the queues with readers on other hosts; set at install.
+        stock: vLLM's class, which has the queues with readers on other hosts, or with a tensor
+            arena; set at install.
     """
 
     stock: ClassVar[Any] = None
 
     def __new__(cls, n_reader: int = 0, n_local_reader: int = 0, *args: Any, **more: Any) -> Any:
-        """Make a queue of vLLM's class where there are readers on other hosts."""
-        if n_reader > n_local_reader:
-            logger.info(LEFT, "a queue has readers on other hosts")
+        """Make a queue of vLLM's class where ours does not serve."""
+        if n_reader > n_local_reader or more.get("enable_shm_tensor_arena"):
+            logger.info(LEFT, "a queue has readers on other hosts, or a tensor arena")
             return cls.stock(n_reader, n_local_reader, *args, **more)
         return super().__new__(cls)
 
@@ -200,8 +153,6 @@ class GroupMessageQueue(MessageQueue):
     @staticmethod
     def step_classes() -> StepClasses | None:
         return vllm_steps()
-
-    arenas = TensorArena
 
     create_from_process_group = staticmethod(create_from_process_group)
     create_from_process_group_single_reader = staticmethod(create_from_process_group_single_reader)

@@ -11,7 +11,6 @@ import functools
 import pickle
 import sys
 import zlib
-from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ STEP = MARK[0]  # the first byte of a record that is no pickle
 SHORT_BYTES = 512  # of a pickle whose memo is below MEMO_BYTES: an entry takes two bytes or more
 
 Record = bytes | tuple[Any, ...]
-Reducers = Mapping[type, Callable[[Any], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +114,10 @@ class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
 
     `classes`: of the steps that go field by field; then every record has to be sent, or `forget`
-    called, and a `Decoder` has to take them. `reducers`: of types that are pickled in no other way.
+    called, and a `Decoder` has to take them.
     """
 
-    def __init__(
-        self, classes: StepClasses | None = None, reducers: Reducers | None = None
-    ) -> None:
-        self._given = reducers or {}
+    def __init__(self, classes: StepClasses | None = None) -> None:
         self._steps = None
         if classes is not None:
             self._steps = Packer(classes.kinds, classes.statuses, classes.fingerprint)
@@ -173,7 +168,6 @@ class Encoder:
         if (torch := sys.modules.get("torch")) is not None:
             self._reducers[torch.Tensor] = reduce_tensor
             self._reducers[torch.UntypedStorage] = refuse_storage
-        self._reducers.update(self._given)
 
     def forget(self) -> None:
         """Note that the last record was not sent."""

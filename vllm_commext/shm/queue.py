@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import CommextTimeoutError, ProtocolError
 from .codec import Decoder, Encoder, Record, StepClasses
@@ -78,16 +78,14 @@ class End:
 
 
 class Writer(End):
-    """The writing end; `ring` is None where there are no readers, `arena` takes large tensors."""
+    """The writing end; `ring` is None where there are no readers."""
 
-    def __init__(
-        self, ring: RingWriter | None, classes: StepClasses | None, arena: Any = None
-    ) -> None:
+    def __init__(self, ring: RingWriter | None, classes: StepClasses | None) -> None:
         super().__init__()
-        self.name, self.ring, self.arena = "the writer", ring, arena
+        self.name, self.ring = "the writer", ring
         if ring is not None:
             self._core = ring.core
-        encoder = Encoder(classes, arena and arena.reducers())
+        encoder = Encoder(classes)
         self._encode, self._forget_step = encoder.encode, encoder.forget
 
     def wait_until_ready(self) -> None:
@@ -133,15 +131,12 @@ class Writer(End):
 class Reader(End):
     """A reading end, with this place in the ring."""
 
-    def __init__(
-        self, ring: RingReader, place: int, classes: StepClasses | None, arena: Any = None
-    ) -> None:
+    def __init__(self, ring: RingReader, place: int, classes: StepClasses | None) -> None:
         super().__init__()
         self.name = f"reader {place}"
         self.ring = self._reader = ring
         self._core = ring.core
         self._decode = Decoder(classes).decode
-        self._flush_arena: Callable[[], None] | None = arena and arena.flush_releases
 
     def wait_until_ready(self) -> None:
         self._until(self._core.wait_ready, self._reader)
@@ -152,8 +147,6 @@ class Reader(End):
         try:
             if not self._take_turn(False):
                 timeout = self._wait_for_turn(timeout)
-            if self._flush_arena is not None:
-                self._flush_arena()
             wait = timeout
             if not indefinite and (timeout is None or timeout > self._interval):
                 wait = self._interval
@@ -226,13 +219,8 @@ class MessageQueue:
             that may be under way at once; the ring, through which messages of any length are
             streamed, is smaller (`segment.capacity_for`).
         connect_ip: unused; vLLM gives it to every queue.
-        enable_shm_tensor_arena: send large CPU tensors through one of `arenas` while it has room.
-
-    Attributes:
-        arenas: the class of them; None where vLLM is not there.
+        enable_shm_tensor_arena: False; vLLM gives it to every queue.
     """
-
-    arenas: ClassVar[type[Any] | None] = None
 
     def __init__(
         self,
@@ -247,19 +235,17 @@ class MessageQueue:
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else local_reader_ranks
         if len(ranks) != n_local_reader:
             raise ValueError(f"expected {n_local_reader} local_reader_ranks, got {ranks}")
-        if n_reader != n_local_reader:
+        if n_reader != n_local_reader or enable_shm_tensor_arena:
             raise ValueError(
-                f"expected {n_reader} n_local_reader, got {n_local_reader}: "
-                "readers on other hosts need vLLM's own queue"
+                f"expected {n_reader} n_local_reader and no arena, got {n_local_reader} and "
+                f"{enable_shm_tensor_arena}: readers on other hosts, and large tensors in an "
+                "arena, need vLLM's own queue"
             )
-        self.handle, ring, arena = Handle(local_reader_ranks=ranks), None, None
+        self.handle, ring = Handle(local_reader_ranks=ranks), None
         if n_reader > 0:
             ring = _create(n_reader, max_chunk_bytes * max_chunks)
             self.handle.buffer_handle = BufferHandle(n_reader, ring.address)
-        if enable_shm_tensor_arena and self.arenas is not None:
-            arena = self.arenas(n_reader)
-            self.handle.tensor_arena_handle = arena.handle
-        self._end: End = Writer(ring, self.step_classes(), arena)
+        self._end: End = Writer(ring, self.step_classes())
         self.shutting_down, self.local_reader_rank = False, -1
 
     def export_handle(self) -> Handle:
@@ -279,12 +265,10 @@ class MessageQueue:
             ranks = handle.local_reader_ranks
             raise ProtocolError(f"rank {rank} is none of the queue's local readers {ranks}")
         assert handle.buffer_handle is not None
-        place, arena = handle.local_reader_ranks.index(rank), None
-        if handle.tensor_arena_handle is not None and cls.arenas is not None:
-            arena = cls.arenas(handle.buffer_handle.n_reader, handle.tensor_arena_handle, place)
+        place = handle.local_reader_ranks.index(rank)
         self = cls.__new__(cls)
         ring = RingReader.attach(handle.buffer_handle.address, place)
-        self.handle, self._end = handle, Reader(ring, place, cls.step_classes(), arena)
+        self.handle, self._end = handle, Reader(ring, place, cls.step_classes())
         self.shutting_down, self.local_reader_rank = False, place
         return self
 
@@ -302,7 +286,7 @@ class MessageQueue:
         self._end.enqueue(obj, timeout)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Return the next object, which owns its memory; tensors in an arena keep their slot.
+        """Return the next object, which owns its memory.
 
         `indefinite`: a long wait is nothing to write into the log. Raises TimeoutError after
         `timeout` seconds without one, RuntimeError after `shutdown` (once what is there has been
