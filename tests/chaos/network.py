@@ -51,33 +51,6 @@ class Link:
             for device, prefix in ends:
                 _run(*prefix, "tc", "qdisc", "del", "dev", device, "root")
 
-    @contextlib.contextmanager
-    def ports_dropped(self, ports: str) -> Iterator[None]:
-        """What the far end sends from these TCP ports (``20000-20999``) is lost, as a firewall
-        would have it."""
-        rule = ("ipproto", "tcp", "sport", ports, "blackhole")
-        _run(*self.enter(), "ip", "rule", "add", *rule)
-        try:
-            yield
-        finally:
-            _run(*self.enter(), "ip", "rule", "delete", *rule)
-
-    @contextlib.contextmanager
-    def large_packets_lost(self) -> Iterator[None]:
-        """The near end takes less at a time than it says: what is full on the way here is lost."""
-        subnet = f"{self.near_address.rpartition('.')[0]}.0/24"
-        route = (subnet, "dev", self.near, "proto", "kernel", "scope", "link")
-        address = ("src", self.near_address)
-        _run("ip", "link", "set", self.near, "mtu", "1000")
-        _run("ip", "route", "change", *route, *address, "advmss", "1460")
-        _run(*self.enter(), "ip", "link", "set", self.far, "gso_max_segs", "1")
-        try:
-            yield
-        finally:
-            _run(*self.enter(), "ip", "link", "set", self.far, "gso_max_segs", "65535")
-            _run("ip", "link", "set", self.near, "mtu", "1500")
-            _run("ip", "route", "change", *route, *address)
-
     def _set_far(self, state: str) -> None:
         _run(*self.enter(), "ip", "link", "set", self.far, state)
 

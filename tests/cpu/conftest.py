@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.network import Link, NetworkError, namespace_link
 from tests.cpu import event_streams
 from tests.kit.composed import Cluster
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
@@ -39,17 +38,6 @@ def _same_prompts() -> None:
     """Whatever ran in this process before: two tokens may be so near to one another, or a number to
     where it is rounded, that servers which compute a prompt in other steps tell another one."""
     event_streams.number_again()
-
-
-@pytest.fixture(scope="module")
-def link() -> Iterator[Link]:
-    """A network namespace of its own, and the way there."""
-    with ExitStack() as stack:
-        try:
-            made = stack.enter_context(namespace_link())
-        except NetworkError as error:
-            pytest.skip(f"this machine permits no network namespaces: {error}")
-        yield made
 
 
 @pytest.fixture(scope="session")
