@@ -21,7 +21,7 @@
 //   WEIGHT        the same for the weights
 //   WORLD_SIZE    ranks, 2 to 8
 //   Q_SIZE        elements of the local first part (Q), a multiple of 8
-//   K_SIZE        elements of the local second part (K), a multiple of 8, or 0 for none
+//   K_SIZE        elements of the local second part (K), a multiple of 8
 //   TEAM_WARPS    warps a token
 //   BLOCK_TEAMS   tokens a block
 //   ALIGNED       1 where rows and weights are aligned to 16 bytes
@@ -174,7 +174,7 @@ DEVICE Sums add_ranks(Sums sums) {
 #pragma unroll
   for (u32 rank = 0; rank < WORLD_SIZE; ++rank) {
     total.q += broadcast(sums.q, rank);
-    if (K_SIZE > 0) total.k += broadcast(sums.k, rank);
+    total.k += broadcast(sums.k, rank);
   }
   return total;
 }
@@ -183,7 +183,7 @@ DEVICE Sums add_lanes(Sums sums) {
 #pragma unroll
   for (u32 distance = WARP / 2; distance > 0; distance /= 2) {
     sums.q += exchange_lanes(sums.q, distance);
-    if (K_SIZE > 0) sums.k += exchange_lanes(sums.k, distance);
+    sums.k += exchange_lanes(sums.k, distance);
   }
   return sums;
 }
@@ -222,7 +222,7 @@ DEVICE bool in_row(u32 j, u32 member) {
 }
 
 DEVICE bool in_q(u32 j, u32 member) {
-  if (K_SIZE == 0 || (j + 1) * TEAM_THREADS <= Q_PACKS) return true;
+  if ((j + 1) * TEAM_THREADS <= Q_PACKS) return true;
   return j * TEAM_THREADS < Q_PACKS && member + j * TEAM_THREADS < Q_PACKS;
 }
 
@@ -299,7 +299,7 @@ extern "C" KERNEL(BLOCK_THREADS, 1) reduce_rms(const ARGUMENT Args args) {
   sums = usable ? receive(peer, lane, slot, token, sums, args.timeout_ns) : not_a_number();
   sums = add_ranks(sums);
   const float q_factor = rsqrtf(sums.q * args.q_scale + args.eps);
-  const float k_factor = K_SIZE > 0 ? rsqrtf(sums.k * args.k_scale + args.eps) : 0.0f;
+  const float k_factor = rsqrtf(sums.k * args.k_scale + args.eps);
 
   Element* q_out = args.q_out + u64(token) * Q_SIZE + q_at;
   Element* k_out = args.k_out + u64(token) * K_SIZE + k_at;

@@ -47,7 +47,7 @@ class Shape:
     weight_dtype: str
     world_size: int  # 2 to 8
     q_size: int  # local elements of the first part, a multiple of 8
-    k_size: int  # the same of the second part; 0 where there is none
+    k_size: int  # the same of the second part
     aligned: bool = True  # rows and weights begin at multiples of 16 bytes
 
     @property
@@ -75,10 +75,8 @@ def check_shape(shape: Shape) -> None:
     if shape.world_size not in WORLD_SIZES:
         raise UnsupportedError(f"expected 2 to 8 ranks, got {shape.world_size}")
     for size in (shape.q_size, shape.k_size):
-        if size % SIZE_MULTIPLE or size < 0:
+        if size % SIZE_MULTIPLE or size <= 0:
             raise UnsupportedError(f"expected local sizes that are multiples of 8, got {size}")
-    if shape.packs == 0:
-        raise UnsupportedError("expected at least 8 local elements, got none")
 
 
 def _warps_for(packs: int, packs_per_thread: int) -> int:

@@ -64,14 +64,14 @@ def _arguments(
     workspace: LamportWorkspace, parts: Parts, weights: Parts, outs: Parts, eps: float
 ) -> ctypes.Structure:
     ranks = workspace.world_size
-    q, k = parts[0], parts[-1]
+    q, k = parts
     return make_arguments(
         q=q.data_ptr(),
         k=k.data_ptr(),
         q_weight=weights[0].data_ptr(),
-        k_weight=weights[-1].data_ptr(),
+        k_weight=weights[1].data_ptr(),
         q_out=outs[0].data_ptr(),
-        k_out=outs[-1].data_ptr(),
+        k_out=outs[1].data_ptr(),
         workspace=workspace.words_ptr,
         states=workspace.states_ptr,
         rank=workspace.rank,
@@ -80,14 +80,14 @@ def _arguments(
         timeout_ns=workspace.timeout_ns,
         num_tokens=q.shape[0],
         q_scale=1.0 / (weights[0].numel() * ranks),
-        k_scale=1.0 / (weights[-1].numel() * ranks),
+        k_scale=1.0 / (weights[1].numel() * ranks),
         eps=eps,
     )
 
 
 def _advance(arguments: ctypes.Structure, parts: Parts, outs: Parts, num_tokens: int) -> None:
-    row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[-1])]
-    out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[-1])]
+    row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[1])]
+    out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[1])]
     arguments.q += num_tokens * row_bytes[0]
     arguments.k += num_tokens * row_bytes[1]
     arguments.q_out += num_tokens * out_bytes[0]

@@ -18,7 +18,7 @@ NORMS = (
     Shape("bfloat16", "bfloat16", 2, 3072, 512),
     Shape("float16", "float32", 8, 768, 128),
     Shape("float32", "bfloat16", 3, 2048, 344),
-    Shape("bfloat16", "bfloat16", 4, 4096, 0, aligned=False),
+    Shape("bfloat16", "bfloat16", 4, 4096, 8, aligned=False),
 )
 PUSHES = [
     (PushLayout(size, 1 << 20), code) for size, code in product((2, 4, 8), ELEMENT_CODES.values())

@@ -67,10 +67,9 @@ class Call:
         rank: int,
     ) -> None:
         self.rows, self.q_weight, self.k_weight = rows, q_weight, k_weight
-        weights = (q_weight, k_weight)[: 1 + (len(k_weight) > 0)]
+        weights = (q_weight, k_weight)
         self.q, self.k = (
-            torch.full((len(rows), len(weight)), 777.0, dtype=rows.dtype)
-            for weight in (q_weight, k_weight)
+            torch.full((len(rows), len(weight)), 777.0, dtype=rows.dtype) for weight in weights
         )
         workspace: Any = SimpleNamespace(
             world_size=ranks.world_size,
@@ -79,9 +78,8 @@ class Call:
             states_ptr=ranks.states[rank].ctypes.data,
             timeout_ns=ranks.timeout_ns,
         )
-        parts = rows.split([*map(len, weights), rows.shape[1] - sum(map(len, weights))], 1)
-        outs = (self.q, self.k)[: len(weights)]
-        self.arguments = _arguments(workspace, parts[: len(weights)], weights, outs, EPS)
+        q, k, _ = rows.split([*map(len, weights), rows.shape[1] - sum(map(len, weights))], 1)
+        self.arguments = _arguments(workspace, (q, k), weights, (self.q, self.k), EPS)
 
 
 def run(

@@ -175,34 +175,6 @@ def test_the_bits_do_not_depend_on_the_interleaving_or_the_rank() -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-def test_one_tensor_alone(aligned: bool) -> None:
-    shape = Shape("float16", "float16", 2, 72, 0, aligned)
-    ranks = Ranks(2, 8)
-    streams = make_calls(shape, ranks, [8, 2], seed=6)
-    if not aligned:
-        for calls in streams:
-            for call in calls:
-                rows = torch.zeros(call.rows.shape[0], 83, dtype=torch.float16)
-                rows[:, 1:81] = call.rows
-                call.rows = rows[:, 1:]
-                call.arguments.q = call.rows.data_ptr()
-                call.arguments.q_stride = 83
-    run(shape, Tiling(1, block_teams=4), streams)
-    for calls in zip(*streams, strict=True):
-        assert errors(shape, list(calls))[0] <= 1.0
-
-
-def test_a_peer_that_never_comes_is_told_and_ends_every_wait() -> None:
-    shape = Shape("bfloat16", "bfloat16", 2, 64, 16)
-    ranks = Ranks(2, 8, timeout_seconds=0.5)
-    streams = make_calls(shape, ranks, [4, 4, 4], seed=7)
-    run(shape, Tiling(1, block_teams=4), streams[:1])
-    failure = ranks.failure(0)
-    assert (failure.kind, failure.rank) == (FailureKind.MISSING_PEER, 1)
-    assert all(bool(call.q.isnan().all()) for call in streams[0])
-
-
 def test_two_calls_at_the_same_time_are_found_out() -> None:
     shape = Shape("bfloat16", "bfloat16", 2, 64, 16)
     ranks = Ranks(2, 8, timeout_seconds=2.0)
