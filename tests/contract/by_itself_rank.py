@@ -95,6 +95,7 @@ ENGINES: dict[str, Change] = {
     "eager": eager,
     "no graphs": without_graphs,
     "dbo": setting(enable_dbo=True),
+    "microbatches": setting(ubatch_size=2),
     "elastic": setting(enable_elastic_ep=True),
     "no custom all-reduce": setting(disable_custom_all_reduce=True),
     "expert parallel": setting(enable_expert_parallel=True),

@@ -115,21 +115,3 @@ def test_an_nccl_without_sleep_mode_can_be_measured(monkeypatch: pytest.MonkeyPa
 def test_every_backend_can_be_forced_by_its_name() -> None:
     (toggle,) = (toggle for toggle in TOGGLES if toggle.name == FORCED)
     assert set(toggle.choices) == {"auto", limits.VLLM, *limits.BACKENDS}
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [({}, False), ({"enable_dbo": True}, True), ({"ubatch_size": 2}, True)],
-    ids=str,
-)
-def test_microbatches_are_seen_under_whichever_option(
-    option: dict[str, Any], expected: bool
-) -> None:
-    from vllm.config import ParallelConfig
-
-    from vllm_commext.compat.tp_group import microbatches
-
-    fields = {"enable_dbo": False, "ubatch_size": 0, **option}
-    assert set(fields) <= set(ParallelConfig.__dataclass_fields__)
-    assert microbatches(SimpleNamespace(parallel_config=SimpleNamespace(**fields))) is expected
-    assert microbatches(None) is False

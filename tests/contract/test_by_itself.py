@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("by_itself_rank.py")
 LARGEST = TOKENS * HIDDEN * 2  # bytes of the engine's largest message
 Found = list[dict[str, dict[str, Any]]]
 ALONE = ("two nodes", "ray", "external launcher", "no model", "elastic", "no custom all-reduce")
-ASIDE = ("eager", "no graphs", "dbo", "unlike")
+ASIDE = ("eager", "no graphs", "dbo", "microbatches", "unlike")
 
 
 @pytest.fixture(scope="module")

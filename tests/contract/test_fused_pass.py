@@ -23,7 +23,7 @@ from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.graph import NEXT_WEIGHT
 from vllm_commext.allreduce.fused.layout import LEAST_WEIGHT_BYTES
 from vllm_commext.allreduce.table import Row, Table
-from vllm_commext.compat import fits, fused_pass, hooks
+from vllm_commext.compat import fused_pass
 from vllm_commext.compat.monkey_patch import is_patched, restore
 from vllm_commext.errors import UnsupportedError
 
@@ -185,14 +185,6 @@ def passes(*names: str) -> list[Any]:
 )
 def test_ours_comes_before_vllms_fusion(theirs: tuple[str, ...], place: int) -> None:
     assert fused_pass.place(passes(*theirs)) == place
-
-
-def test_where_vllm_differs_its_own_fusion_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fits.why_not("fused_norm") == ""
-    stock = fits.digest
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.99.0")
-    monkeypatch.setattr(fits, "digest", lambda *at: "" if "@passes" in at[1] else stock(*at))
-    assert fits.why_not("fused_norm") == "vLLM 0.99.0 has no PostGradPassManager.passes"
 
 
 def test_vllms_layer_and_ops_pass_our_test() -> None:

@@ -41,10 +41,6 @@ ELSEWHERE = [
 ]
 
 
-def test_the_machine_of_these_tests_is_a_proven_one() -> None:
-    fits.require_proven_machine()
-
-
 @pytest.mark.parametrize(
     ("elsewhere", "reason"), ELSEWHERE, ids=lambda at: at.__name__ if callable(at) else ""
 )
@@ -66,25 +62,3 @@ def test_elsewhere_it_is_off_by_default_and_no_warning_is_given(
         assert found.state is State.OFF
         assert found.reason.startswith(f"VLLM_COMMEXT_{name.upper()}=auto: {reason}")
     assert [record for record in caplog.records if record.levelname != "INFO"] == []
-
-
-def test_nothing_else_is_on_by_default_but_the_connector() -> None:
-    needs = [one.name for one in plugin.CAPABILITIES if one.proof == "require_proven_machine"]
-    assert needs == list(NAMES)
-
-
-class Cuda:
-    """A platform, as far as anybody asks."""
-
-    device_name = "a GPU"
-
-    def __init__(self, cuda: bool) -> None:
-        self.is_cuda = lambda: cuda
-
-
-def test_kernels_take_part_by_themselves_on_nvidia_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(True))
-    fits.require_proven_gpus()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", Cuda(False))
-    with pytest.raises(UnprovenHereError, match="proven on NVIDIA GPUs"):
-        fits.require_proven_gpus()

@@ -58,14 +58,6 @@ def extensions(tree: Path) -> list[str]:
     return [path.name for path in tree.glob("out/vllm_commext/shm/*.so")]
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_with_a_compiler_it_is_built_for_the_limited_api(tree: Path) -> None:
-    done = setup(tree, *BUILD, VLLM_COMMEXT_BUILD_NATIVE="1")
-    assert done.returncode == 0, done.stderr
-    assert extensions(tree) == ["_shm_ring.abi3.so"]
-    assert record(tree) == {"built": True, "reason": ""}
-
-
 def test_no_python_that_compiled_it_ties_it_to_its_own_headers() -> None:
     """A '#' in a format, compiled by Python 3.13 or newer, is an error in an older one."""
     text = "".join(path.read_text() for path in ROOT.glob("csrc/shm/*.[ch]"))

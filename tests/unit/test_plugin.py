@@ -251,12 +251,6 @@ def test_a_fault_of_our_own_is_logged_and_vllm_goes_on(
     assert "vLLM goes on without it" in caplog.text
 
 
-def test_missing_nixl_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(UnsupportedError, match="pip install nixl"):
-        plugin._activate_nixl()
-
-
 def test_importing_the_plugin_imports_nothing_heavy() -> None:
     code = """
 import sys

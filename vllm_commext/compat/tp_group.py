@@ -159,8 +159,7 @@ def forget(group: "ProcessGroup") -> None:
 
 
 def microbatches(config: Any) -> bool:
-    parallel = config.parallel_config if config is not None else None
-    return bool(getattr(parallel, "enable_dbo", False)) or getattr(parallel, "ubatch_size", 0) > 1
+    return config is not None and bool(config.parallel_config.use_ubatching)
 
 
 def help_vllm_find_nccl(environ: MutableMapping[str, str] = os.environ) -> None:

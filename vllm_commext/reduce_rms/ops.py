@@ -86,8 +86,8 @@ def _arguments(
 
 
 def _advance(arguments: ctypes.Structure, parts: Parts, outs: Parts, num_tokens: int) -> None:
-    row_bytes = [part.stride(0) * part.element_size() for part in (parts[0], parts[1])]
-    out_bytes = [out.stride(0) * out.element_size() for out in (outs[0], outs[1])]
+    row_bytes = [part.stride(0) * part.element_size() for part in parts]
+    out_bytes = [out.stride(0) * out.element_size() for out in outs]
     arguments.q += num_tokens * row_bytes[0]
     arguments.k += num_tokens * row_bytes[1]
     arguments.q_out += num_tokens * out_bytes[0]
