@@ -1,35 +1,38 @@
-"""Ranks of the fused kernels on a CPU, and the same steps one after the other, bit by bit."""
+"""Ranks of the fused kernels on a CPU, with the arguments of a real launch, and the same steps one
+after the other, bit by bit."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from tests.kit.host_kernels import compile_kernel, run_calls
 from tests.kit.threads import together
-from tests.unit.allreduce.push_emulation import TIMEOUT_NS
 from vllm_commext.allreduce.fused import kernels as fused
-from vllm_commext.allreduce.fused.kernels import Outputs
+from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, Outputs
 from vllm_commext.allreduce.fused.layout import (
     GROUP,
     GROUP_FP8,
     NORM,
-    ONE_PHASE,
     ROW_FP8,
     STATIC_FP8,
     Form,
     FusedShape,
 )
 from vllm_commext.gpu.ipc import EMPTY
-from vllm_commext.gpu.launch import Program, arguments_type
+from vllm_commext.gpu.launch import Device, Program, arguments_type
 
 EPS = 1e-5
 WARP = 32
 MAX_FP8 = 448.0
-PIECES = (50, 128, 192)  # of a matrix of so many rows and bytes a row, the last row's end left out
-PREFETCHING = 2  # blocks
+MULTIPROCESSORS = 40  # of which some prefetch
 
 
 @functools.cache
@@ -69,51 +72,80 @@ def make_call(
     )
 
 
+class Function:
+    """Launches on this CPU, of one rank."""
+
+    def __init__(self, call: Call, world_size: int, rank: int, seed: int) -> None:
+        self._kernel, self._rank = library(call.shape, call.form, world_size), rank
+        self._seed = seed + rank
+
+    def launch(self, arguments: ctypes.Structure, blocks: int, _: int) -> None:
+        run_calls(self._kernel, ctypes.byref(arguments), [blocks], 2, self._seed, self._rank)
+        self._seed += 97
+
+
+@contextlib.contextmanager
+def _a_gpu_of(most_blocks: int) -> Iterator[None]:
+    """Stands in for a GPU that takes so many blocks of rows."""
+    blocks_of = Form.num_blocks
+
+    def num_blocks(*given: Any) -> int:
+        return min(blocks_of(*given), most_blocks)
+
+    with (
+        patch.object(fused.launch, "current_device", lambda: Device(0, 90, MULTIPROCESSORS)),
+        patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)),
+        patch.object(Form, "num_blocks", num_blocks),
+    ):
+        yield
+
+
 class Ranks:
     def __init__(self, world_size: int, half_packs: int) -> None:
         self.world_size, self.half_packs = world_size, half_packs
         self.memories = [np.full(2 * half_packs * 4, EMPTY, np.uint32) for _ in range(world_size)]
         self.states = [np.zeros(2, np.uint32) for _ in range(world_size)]
-        self.next_weight = torch.zeros(50, 192, dtype=torch.uint8)
+        self.pieces: set[int] = set()  # of the next weight that launches prefetched
 
-    def run(self, calls: list[Call], most_blocks: int, seed: int) -> list[list[Outputs]]:
-        outputs = [
-            [fused.make_outputs(call.shape, call.parts[rank], call.scale) for call in calls]
-            for rank in range(self.world_size)
-        ]
+    def run(
+        self,
+        calls: list[Call],
+        most_blocks: int,
+        seed: int,
+        next_weight: torch.Tensor | None = None,
+    ) -> list[list[Outputs]]:
         for call in calls:
             library(call.shape, call.form, self.world_size)
-
-        def run(rank: int) -> None:
-            self._run_rank(rank, calls, outputs[rank], most_blocks, seed)
-
-        together(run, self.world_size)
+        with _a_gpu_of(most_blocks):
+            outputs = together(
+                lambda rank: self._run_rank(rank, calls, seed, next_weight), self.world_size
+            )
         assert all((memory == EMPTY).all() for memory in self.memories)
         return outputs
 
     def _run_rank(
-        self, rank: int, calls: list[Call], outputs: list[Outputs], most_blocks: int, seed: int
-    ) -> None:
-        for index, (call, out) in enumerate(zip(calls, outputs, strict=True)):
-            made = arguments_type(fused.ARGUMENTS, WORLD_SIZE=self.world_size)()
-            made.input, made.residual = call.parts[rank].data_ptr(), call.residual.data_ptr()
-            made.weight, made.state = call.weight.data_ptr(), self.states[rank].ctypes.data
-            made.residual_out, made.output = out.residual.data_ptr(), out.out.data_ptr()
-            made.scales, made.num_rows = out.scales.data_ptr(), len(call.residual)
-            made.scale_rows = out.scales.stride(1) if call.shape.scale_alignment else 0
-            made.half_packs, made.eps, made.timeout_ns = self.half_packs, EPS, TIMEOUT_NS
-            made.next, made.prefetch_after = self.next_weight.data_ptr(), 1000
-            made.num_pieces, made.piece_bytes, made.piece_stride = PIECES
-            made.memory[:] = [memory.ctypes.data for memory in self.memories]
-            rows = len(call.residual)
-            most = call.form.most_rows(call.shape, self.half_packs, self.world_size)
-            assert rows <= most, "the test's memory is too small"
-            blocks = min(call.form.num_blocks(rows, self.world_size, 1000), most_blocks)
-            made.row_blocks = blocks
-            if call.form.kernel == ONE_PHASE:
-                blocks += PREFETCHING
-            kernel = library(call.shape, call.form, self.world_size)
-            run_calls(kernel, ctypes.byref(made), [blocks], 2, seed + rank + 97 * index, rank)
+        self, rank: int, calls: list[Call], seed: int, next_weight: torch.Tensor | None
+    ) -> list[Outputs]:
+        memory: Any = SimpleNamespace(
+            state=self.states[rank].ctypes.data,
+            half_packs=self.half_packs,
+            addresses=[each.ctypes.data for each in self.memories],
+        )
+        collective: Any = SimpleNamespace(rank=rank, world_size=self.world_size)
+        kernels: Any = FusedKernels(memory, collective)
+        made: list[Outputs] = []
+        for call in calls:
+            function = Function(call, self.world_size, rank, seed)
+            kernels._functions.setdefault((call.shape, call.form), function)
+            assert len(call.residual) <= kernels.most_rows(call.shape, call.form)
+            residual = call.residual if call.shape.residual else None
+            given = Operands(
+                *(call.shape, call.parts[rank], residual, call.weight, EPS, call.scale),
+                next_weight=next_weight,
+            )
+            made.append(kernels.run(call.form, given))
+            self.pieces.add(kernels._arguments.num_pieces)
+        return made
 
 
 def _fma_squares(packs: np.ndarray) -> np.ndarray:

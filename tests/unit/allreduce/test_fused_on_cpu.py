@@ -10,6 +10,7 @@ from vllm_commext.allreduce.fused.kernels import Outputs
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP_FP8,
+    LEAST_WEIGHT_BYTES,
     NORM,
     ONE_PHASE,
     ROW_FP8,
@@ -94,6 +95,16 @@ def test_every_bit_pattern_passes(dtype: str, kernel: str) -> None:
         part[7] = raw[: shape.hidden]
     call.residual[5] = raw[: shape.hidden]
     check(Ranks(3, HALF_PACKS), [call] * 3, most_blocks=2, seed=3)
+
+
+def test_what_is_prefetched_of_the_next_weight_changes_nothing() -> None:
+    """Of a matrix that is given transposed: a piece of each of its rows."""
+    call = make_call(SHAPES["in columns"], Form(ONE_PHASE, 1), 2, 5, seed=4)
+    weight = torch.zeros(256, LEAST_WEIGHT_BYTES // 256 // 2, dtype=torch.bfloat16)
+    ranks = Ranks(2, HALF_PACKS)
+    for outputs in ranks.run([call], 5, seed=4, next_weight=weight.t()):
+        assert_same(outputs[0], expected(call), "with a weight")
+    assert ranks.pieces == {256}
 
 
 def test_numbers_of_8_bits_are_rounded_as_torch_rounds_them() -> None:

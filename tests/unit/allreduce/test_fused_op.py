@@ -1,26 +1,19 @@
-"""The fused op: its steps, what the compiler sees, and its kernels from end to end on a CPU."""
+"""The fused op: its steps, what the compiler sees, and who serves it."""
 
-import ctypes
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.kit.host_kernels import COMPILER
-from tests.kit.threads import together
-from tests.unit.allreduce.fused_emulation import expected, library, make_call
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.dispatcher import FusedPolicy
 from vllm_commext.allreduce.fused import kernels as fused
 from vllm_commext.allreduce.fused import op as fused_op
-from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
+from vllm_commext.allreduce.fused.kernels import Operands, PushFused
 from vllm_commext.allreduce.fused.layout import (
     EPILOGUES,
     GROUP_FP8,
-    LEAST_WEIGHT_BYTES,
     ROW_FP8,
     Form,
     FusedShape,
@@ -29,8 +22,6 @@ from vllm_commext.allreduce.fused.layout import (
 from vllm_commext.allreduce.fused.op import FusedNorm, all_reduce_add_rms_norm
 from vllm_commext.allreduce.table import Row, Table
 from vllm_commext.errors import ConfigError, UnsupportedError
-from vllm_commext.gpu.ipc import EMPTY
-from vllm_commext.gpu.launch import Device
 
 EPS, HIDDEN = 1e-5, 256
 OP = torch.ops.vllm_commext.all_reduce_add_rms_norm
@@ -209,51 +200,3 @@ def test_what_finds_no_room_goes_in_parts(epilogue: str, residual: bool) -> None
                 assert torch.equal(found.scales, want.scales)
     assert not backend.takes(FusedShape("bfloat16", "bfloat16", 2 * HIDDEN), 4)
     assert not backend.takes(shape, 0)
-
-
-class Function:
-    def __init__(self, shape: FusedShape, form: Form, rank: int) -> None:
-        self._loaded, self._rank = library(shape, form, 2), rank
-
-    def launch(self, arguments: ctypes.Structure, blocks: int, _: int) -> None:
-        counts = (ctypes.c_uint32 * 1)(blocks)
-        self._loaded.run_calls(ctypes.byref(arguments), counts, 1, 2, self._rank, self._rank)
-
-
-@pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
-@pytest.mark.timeout(300)
-def test_two_ranks_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments that a real launch gets, run by the kernel's own source."""
-    monkeypatch.setattr(fused.launch, "current_device", lambda: Device(0, 90, 40))
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    shape = FusedShape("bfloat16", "bfloat16", HIDDEN, True, 0, *EPILOGUES["fp8_group_columns_4"])
-    form = Form("fused_one_phase", 1)
-    call = make_call(shape, form, 2, 5, seed=4)
-    memories = [np.full(2 * 512 * 4, EMPTY, np.uint32) for _ in range(2)]
-    states = [np.zeros(2, np.uint32) for _ in range(2)]
-    following = torch.zeros(HIDDEN, LEAST_WEIGHT_BYTES // HIDDEN // 2, dtype=torch.bfloat16)
-    pieces: set[int] = set()
-
-    def rank_body(rank: int) -> Any:
-        memory = SimpleNamespace(
-            state=states[rank].ctypes.data,
-            half_packs=512,
-            addresses=[each.ctypes.data for each in memories],
-        )
-        collective = SimpleNamespace(rank=rank, world_size=2, agree=lambda step: step())
-        kernels = FusedKernels(memory, collective)  # pyright: ignore[reportArgumentType]
-        kernels._functions[shape, form] = Function(shape, form, rank)  # type: ignore[assignment]
-        assert 5 <= kernels.most_rows(shape, form) <= 513 // shape.row_packs
-        operands = Operands(shape, call.parts[rank], call.residual, call.weight, EPS)
-        found: list[Any] = []
-        for weight in (None, following.t(), None):
-            found.append(kernels.run(form, operands._replace(next_weight=weight)))
-            pieces.add(kernels._arguments.num_pieces)
-        return found
-
-    want = expected(call)
-    for got in sum(together(rank_body, 2), []):
-        for mine, theirs in zip(got, want, strict=True):
-            assert torch.equal(mine.float(), theirs.float())
-    assert pieces == {0, HIDDEN}  # a row of the matrix each, which is given transposed
