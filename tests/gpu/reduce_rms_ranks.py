@@ -88,18 +88,6 @@ def skew(own: random.Random) -> None:
         time.sleep(0.005)
 
 
-def check_many_calls(rank: Rank) -> Figures:
-    workspace = rank.workspace()
-    verifier = Verifier(rank, 4, 3000)
-    together, own = random.Random(1), random.Random(100 + rank.rank)
-    for i in range(10_000):
-        skew(own)
-        verifier.call(i % 4, random_tokens(together), workspace.handle)
-    verifier.finish(workspace)
-    workspace.cleanup()
-    return {"calls": 10_000}
-
-
 def check_chained_calls(rank: Rank) -> Figures:
     """Nothing between the calls, so that programmatic launches follow upon one another."""
     workspace = rank.workspace()

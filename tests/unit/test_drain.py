@@ -142,20 +142,6 @@ def test_without_the_variable_there_is_no_gate(monkeypatch: pytest.MonkeyPatch) 
         Gate(app)
 
 
-def test_a_file_that_others_could_have_made_does_not_count(
-    tmp_path: Path, log_lines: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    path = folder / "drain"
-    path.touch()
-    assert DrainFile(str(path)).is_there()
-    folder.chmod(0o1777)
-    assert not DrainFile(str(path)).is_there()
-    assert main.main(["drain", "--file", str(path)]) == 2
-    assert any("not writable by others" in line for line in log_lines.messages)
-
-
 def test_the_command_makes_a_folder_of_its_own(engine: Any, tmp_path: Path) -> None:
     engine.file = tmp_path / "run" / "commext" / "drain"
     assert drain(engine, "--wait", "60", "--quiet", "0.1") == 0

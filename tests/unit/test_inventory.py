@@ -60,17 +60,3 @@ def replacements(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_nothing_of_vllms_is_replaced_but_through_the_helper(path: Path) -> None:
     assert list(replacements(path.read_text(encoding="utf-8"))) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from vllm.a import b\nb.c = 1",
-        "import vllm.a\nvllm.a.b = 1",
-        "def f():\n    from vllm import envs as e\n    e.table.x += 1",
-        "setattr(x, 'y', 1)",
-        "from vllm import a\ndel a.b",
-    ],
-)
-def test_a_replacement_is_found(text: str) -> None:
-    assert len(list(replacements(text))) == 1

@@ -16,7 +16,7 @@ from vllm_commext.gpu.ipc import EMPTY, PEER_CHECK, PEER_CHECK_ARGUMENTS, silent
 from vllm_commext.gpu.launch import Device, Program, arguments_type
 
 WORDS = 8 * 4  # of each memory: a pack from each rank
-PATIENT_NS, IMPATIENT_NS = 60_000_000_000, 200_000_000
+PATIENT_NS = 60_000_000_000
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
 
 
@@ -59,16 +59,6 @@ def test_where_every_store_arrives_nobody_is_missed(world_size: int) -> None:
         assert silent_peers(answer, rank, world_size) == []
         assert answer == (1 << world_size) - 1 - (1 << rank)
     assert all((memory == EMPTY).all() for memory in machine.memories)
-
-
-@needs_compiler
-def test_who_gets_nothing_says_from_whom() -> None:
-    machine = Machine(4, {(1, 2), (3, 2), (0, 1)})
-    found = machine.run(IMPATIENT_NS)
-    # A rank that comes late on a busy machine may be missed as well, but no store that was lost
-    # can have come.
-    assert {1, 3} <= set(silent_peers(found[2], 2, 4))
-    assert 0 in silent_peers(found[1], 1, 4)
 
 
 @needs_compiler

@@ -171,12 +171,6 @@ SCENARIOS = {
         a_record_is_not_whole,
         [(0, ADVANCE, RELAXED), (1, READ_HEAD, RELAXED), (2, ADVANCE, RELAXED)],
     ),
-    "a wake-up": Scenario(
-        [waker("head", 1, "event seen"), sleeper("head", 1, "reader")],
-        {"head": 0, "event": 0},
-        somebody_sleeps,
-        [(0, ADVANCE, RELEASE), (0, LOOK_AT_EVENT, ACQUIRE), (1, TICKET, RELAXED)],
-    ),
     "one wake-up for two sleepers": Scenario(
         [
             waker("head", 1, "event seen"),

@@ -127,12 +127,9 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "quantized, 4 bits": lambda: torch.quantize_per_channel(
         dense(), torch.full((90,), 0.5), torch.zeros(90), 0, torch.quint4x2
     ),
-    "last": lambda: dense()[-1:, 9:],
     "overlapping": lambda: torch.arange(9).as_strided((4, 3), (2, 1)),
     "channels last": lambda: torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last),
     "empty, strided": lambda: torch.zeros(4, 0).T,
-    "parameter": lambda: torch.nn.Parameter(dense()),
-    "buffer": lambda: torch.nn.Buffer(dense(), persistent=False),
     "inference": inferred,
     "conjugate": lambda: dense().to(torch.complex64).conj(),
     "negative": lambda: dense().to(torch.complex64).conj().imag,

@@ -14,9 +14,8 @@ import pytest
         ("stress_traffic.py", "--messages", "20000"),
         ("stress_traffic.py", "--messages", "4000", "--torment", "40"),
         ("stress_deaths.py", "--rounds", "8"),
-        ("stress_fuzz.py", "--rounds", "300"),
     ],
-    ids=["traffic", "torment", "deaths", "fuzz"],
+    ids=["traffic", "torment", "deaths"],
 )
 def test_in_short(words: tuple[str, ...]) -> None:
     script, *arguments = words
