@@ -20,7 +20,6 @@ from torch import distributed as dist
 from tests.gpu.reduce_rms_rows import EPS, PLACE, Rank, Rows, qk_rms_norm, settle, ulps
 from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
-from vllm_commext.reduce_rms.kernel import slot_bytes
 from vllm_commext.reduce_rms.workspace import LamportWorkspace
 
 Figures = dict[str, Any]
@@ -236,30 +235,6 @@ def check_create_and_destroy(rank: Rank) -> Figures:
     grown = free[9] - free[-1]
     assert grown <= 4 << 20, f"{grown} bytes in 40 rounds"
     return {"grown_bytes": grown}
-
-
-def check_two_groups(rank: Rank) -> Figures:
-    """Pairs of ranks, and all of them, one after the other; on four GPUs."""
-    if rank.world < 4:
-        return {"skipped": "needs 4 GPUs"}
-    pairs = [dist.new_group([i, i + 1]) for i in range(0, rank.world, 2)]
-    member = Rank(rank.rank % 2, 2)
-    size = slot_bytes(4096, 2)
-    pair = LamportWorkspace(member.rank, 2, size, pairs[rank.rank // 2], timeout_seconds=10)
-    everyone = rank.workspace()
-    verifiers = (Verifier(member, 2, 3000), Verifier(rank, 2, 3000))
-    own, together = random.Random(400 + rank.rank), random.Random(6)
-    paired = random.Random(500 + rank.rank // 2)  # each pair has token counts of its own
-    for i in range(3000):
-        skew(own)
-        verifiers[0].call(i % 2, random_tokens(paired), pair.handle)
-        if together.random() < 0.3:
-            verifiers[1].call(i % 2, random_tokens(together), everyone.handle)
-    verifiers[0].finish(pair)
-    verifiers[1].finish(everyone)
-    pair.cleanup()
-    everyone.cleanup()
-    return {"calls": 3000}
 
 
 CHECKS: dict[str, Callable[[Rank], Figures]] = checks_of(globals())

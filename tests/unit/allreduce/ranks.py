@@ -19,7 +19,7 @@ from torch import distributed
 
 from vllm_commext.allreduce import creation, limits
 from vllm_commext.allreduce import flashinfer as backend_module
-from vllm_commext.allreduce.backend import NcclBackend, Ready
+from vllm_commext.allreduce.backend import Ready
 from vllm_commext.allreduce.creation import (
     Facts,
     Parts,
@@ -180,16 +180,6 @@ def check_a_workspace_is_made_on_all_ranks_or_on_none(rank: int, patch: pytest.M
     assert not released
     workspaces.destroy()
     assert (len(released), workspaces.device_bytes) == (1, 0)
-
-
-def check_nccl_is_reached_through_torch_where_vllm_has_no_binding(
-    rank: int, __: pytest.MonkeyPatch
-) -> None:
-    backend = NcclBackend(None, distributed.group.WORLD)
-    tensor = torch.full((3,), float(rank + 1))
-    assert backend.through == "torch"
-    assert backend.all_reduce(tensor).tolist() == [3.0] * 3
-    assert tensor.tolist() == [rank + 1.0] * 3
 
 
 def check_a_creation_that_ends_midway_leaves_nothing_behind(
