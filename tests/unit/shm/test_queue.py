@@ -39,9 +39,11 @@ def test_ranks_that_are_not_consecutive_have_their_places() -> None:
         MessageQueue.create_from_handle(writer.export_handle(), 5)
 
 
-def test_readers_on_other_hosts_are_refused() -> None:
-    with pytest.raises(ValueError, match="readers on other hosts need vLLM's own queue"):
+def test_readers_on_other_hosts_and_arenas_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 2 n_local_reader and no arena, got 1 and False"):
         MessageQueue(2, 1, connect_ip="127.0.0.1")
+    with pytest.raises(ValueError, match="got 1 and True: .* need vLLM's own queue"):
+        MessageQueue(1, 1, enable_shm_tensor_arena=True)
 
 
 def test_timeouts_shutdown_and_the_wrong_end() -> None:
