@@ -39,8 +39,7 @@ def run(args: argparse.Namespace, placement: str, n_readers: int) -> list[Cell]:
     cells: list[Cell] = []
     with ExitStack() as stack:
         links = {
-            name: stack.enter_context(linked(name, n_readers, placement))
-            for name in args.variants
+            name: stack.enter_context(linked(name, n_readers, placement)) for name in args.variants
         }
         stack.enter_context(placed(placement))
         measurements = list(

@@ -7,7 +7,6 @@ import torch
 
 from tests.kit.host_kernels import COMPILER
 from tests.unit.allreduce.push_emulation import Ranks, in_order_of_ranks, random_calls
-from vllm_commext.allreduce.limits import PACK_BYTES
 from vllm_commext.gpu.ipc import EMPTY
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
