@@ -115,9 +115,10 @@ def _engine(
     environ: Mapping[str, str],
 ) -> Command:
     port = next(ports)
+    # Not VLLM_NIXL_SIDE_CHANNEL_PORT: in vLLM's key of compiled code, and another at each start.
+    extra = {"side_channel_host": LOOPBACK, "side_channel_port": next(ports)}
+    transfer = {**TRANSFER, "kv_connector_extra_config": extra}
     own = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(ports)),
         VARIABLE: str(folder / f"drain-engine{number}"),
         "VLLM_RPC_BASE_PATH": str(folder),
     }
@@ -128,7 +129,7 @@ def _engine(
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", request.model),
         *("--host", LOOPBACK, "--port", str(port), "--middleware", MIDDLEWARE),
-        *("--tensor-parallel-size", str(request.tp), "--kv-transfer-config", json.dumps(TRANSFER)),
+        *("--tensor-parallel-size", str(request.tp), "--kv-transfer-config", json.dumps(transfer)),
         *("--shutdown-timeout", str(SHUTDOWN_SECONDS), *request.engine_args),
     ]
     return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own)
