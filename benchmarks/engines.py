@@ -73,11 +73,13 @@ def server(setup: Setup, one: Engine) -> VllmServer:
     config: dict[str, Any] | None = None
     if one.connector == OURS:
         environ = {"VLLM_COMMEXT": "1", "VLLM_COMMEXT_STRICT": "1"}
-    if one.connector:
+    if one.connector == VLLM:
+        # In vLLM's key of compiled code, so that each engine compiles for itself.
         environ |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
+    if one.connector:
         config = {
             "kv_connector": one.connector,
             "kv_role": ROLES[one.role],
@@ -85,7 +87,8 @@ def server(setup: Setup, one: Engine) -> VllmServer:
             "kv_buffer_device": setup.device,
         }
     if one.connector == OURS and config is not None:
-        config["kv_connector_extra_config"] = dict(one.extra)
+        place = {"side_channel_host": LOOPBACK, "side_channel_port": free_port()}
+        config["kv_connector_extra_config"] = {**place, **one.extra}
     args = ["--served-model-name", cluster.MODEL_NAME, *setup.model_args, *one.args]
     args += ["--max-model-len", str(setup.max_tokens), "--max-num-seqs", str(setup.max_requests)]
     if setup.device == "cuda":
