@@ -20,18 +20,18 @@ SUMMARIES = {  # of a run in which nothing was found
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
     "synccheck": "ERROR SUMMARY: 0 errors",
 }
-SCRIPTS = {  # and their checks; the last needs no library's kernels
+SHARED = "shared_gpu_ranks.py"
+SCRIPTS = {  # and their checks; the last needs no library's kernels, and runs on one GPU
     "reduce_rms_ranks.py": ("strides",),
     "allreduce_ranks.py": ("every_backend",),
-    "shared_gpu_ranks.py": ("all_reduce", "fused", "epilogues"),
+    SHARED: ("all_reduce", "fused", "epilogues"),
 }
 CASES = [
-    *(("memcheck", script) for script in SCRIPTS),
-    *((tool, script) for tool in ("racecheck", "synccheck") for script in ("shared_gpu_ranks.py",)),
+    *(pytest.param("memcheck", one, marks=needs_gpus(1 + (one != SHARED))) for one in SCRIPTS),
+    *(pytest.param(tool, SHARED, marks=needs_gpus(1)) for tool in ("racecheck", "synccheck")),
 ]
 
 pytestmark = [
-    needs_gpus(2),
     pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer"),
     pytest.mark.timeout(TIMEOUT_SECONDS + 60),
 ]

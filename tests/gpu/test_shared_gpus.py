@@ -13,7 +13,7 @@ SECONDS = 120
 CHECKS = checks_in(SCRIPT)
 
 
-@needs_gpus(2)
+@needs_gpus(1)
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_ranks_that_share_gpus_agree_on_every_bit(
