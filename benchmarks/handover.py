@@ -1,23 +1,18 @@
 """The hand-over from prefill to decode: from the prefill server's answer to the decode server's
 first token, and what it is made of.
 
-A plain server, the same behind the proxy, vLLM's NixlConnector, ours, ours with all first tokens
-sampled by the decode server, and ours behind the proxy, which asks one server after the other, or
-both at once, so that chunks are read while the prefill runs and first tokens sent before that; on
-GPUs also with the prefill server's memory mapped. All take turns, each while the others are
-stopped, in another order each round, and each after a short request that wakes them up. The read's
-share comes from the decode server's metrics; "rest" is the hand-over without it: HTTP, parsing,
-scheduling, the last token. Where the first token comes from the prefill server it does not wait for
-the read, and what the hand-over costs shows in the second one. "CPU" is the processor time of all
-of a variant's processes for an output token, from the second token (of the request that has it
-last) on. The same bytes in one large copy stand beside. Without the proxy the client does what a
-proxy does, one step after the other.
+A plain server, vLLM's NixlConnector, ours, and ours behind the proxy, which asks one server after
+the other, or both at once, so that chunks are read while the prefill runs and first tokens sent
+before that. All take turns, each while the others are stopped, in another order each round, and
+each after a short request that wakes them up. The read's share comes from the decode server's
+metrics; "rest" is the hand-over without it: HTTP, parsing, scheduling, the last token. Where the
+first token comes from the prefill server it does not wait for the read, and what the hand-over
+costs shows in the second one. Without the proxy the client does what a proxy does, one step after
+the other.
 
     python benchmarks/handover.py --out benchmarks/results/handover_cpu
-    python benchmarks/handover.py --device cuda --lengths 1000 8000 32000 --out OUT
+    python benchmarks/handover.py --device cuda --cells 1000x1 8000x1 8000x8 --out OUT
     python benchmarks/handover.py --engines plain "ours, proxy" "ours, proxy, streamed" --out OUT
-    python benchmarks/handover.py --device cuda --cells 8000x1 32000x1 8000x8 --seconds 200 \
-        --out OUT
 """
 
 from __future__ import annotations
@@ -25,10 +20,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
-import os
-import platform
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -42,44 +35,26 @@ from typing import Any
 import aiohttp
 import load
 import models
+import pages
 import repository  # noqa: F401
-import torch
-import turn as turns
-import vllm
 from engines import Setup, Variant, alone
-from handovers.variants import NAMES, ON_GPUS_ONLY, PLAINS, PROXIED, read_figures, started
+from handovers.variants import NAMES, PLAIN, PROXIED, read_figures, started
 from load import Stream
+from machine import load_average, machine
 
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.metrics import scrape
 from tests.kit.parity import PREFILL_PARAMS
-from tests.kit.processes import cpu_seconds
 
 COLUMNS = (
-    *("prefill", "hand-over", "read", "post", "rest", "first token", "second token", "TPOT", "CPU"),
-    *("MB", "descriptors", "GB/s", "one copy GB/s", "mapped %", "first from P %"),
+    *("prefill", "hand-over", "read", "rest", "first token", "second token", "TPOT"),
+    *("MB", "descriptors", "GB/s", "mapped %", "first from P %"),
 )
+DEFAULT_CELLS = [(200, 1), (200, 8), (800, 1), (800, 8)]
 WAKING_TOKENS = 64
 REPORT_SECONDS = 0.5
 """Until a step's statistics stand on the metrics page."""
 Row = dict[str, Any]
-
-
-def one_copy_gb_s(device: str, num_bytes: int, gpus: Sequence[str]) -> float:
-    """Bytes a second of one copy: between two GPUs of this process, or within one where both
-    servers are on it; in this host's memory without GPUs."""
-    cuda = device == "cuda"
-    other = "cuda:1" if len(set(gpus)) > 1 else "cuda:0"
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0" if cuda else None)
-    target = torch.empty_like(source, device=other if cuda else None)
-    times: list[float] = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        target.copy_(source)
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return num_bytes / min(times) / 1e9
 
 
 @dataclass
@@ -106,16 +81,15 @@ def ask_all(
     url: str,
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
-    on_second: Callable[[], None] | None = None,
 ) -> list[Answer]:
-    """All prompts at the same time; *on_second* is called when one has its second token.
+    """All prompts at the same time.
 
     Raises:
         RuntimeError: an answer that is no success.
     """
 
     async def ask(session: aiohttp.ClientSession, prompt: Sequence[int]) -> Answer:
-        stream, prefilled = Stream(prompt, output_tokens, on_second=on_second), 0.0
+        stream, prefilled = Stream(prompt, output_tokens), 0.0
         if prefill_url is not None:
             begun = time.perf_counter()
             body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0.0, "max_tokens": 1}
@@ -135,29 +109,19 @@ def ask_all(
     return asyncio.run(run())
 
 
-def processor_seconds(one: Variant) -> float:
-    """What all processes of a variant have used of the processors."""
-    return cpu_seconds(pid for server in one.servers.values() for pid in server.pids())
-
-
 def turn(
     name: str, one: Variant, prompts: Sequence[Sequence[int]], output_tokens: int
 ) -> tuple[list[Answer], dict[str, float]]:
     """A variant's answers to some prompts at a time, and its medians."""
-    decode = None if name in PLAINS else one.servers["decode"].url
-    source = None if name in PLAINS or name in PROXIED else one.servers["prefill"].url
+    decode = None if name == PLAIN else one.servers["decode"].url
+    source = None if name == PLAIN or name in PROXIED else one.servers["prefill"].url
     ask_all(source, one.url, [prompts[0][:WAKING_TOKENS]], 2)
     if decode is not None:
         time.sleep(REPORT_SECONDS)
     before = None if decode is None else scrape(decode)
-    began: list[float] = []
-    answers = ask_all(
-        source, one.url, prompts, output_tokens, lambda: began.append(processor_seconds(one))
-    )
-    seconds = processor_seconds(one) - began[-1]
+    answers = ask_all(source, one.url, prompts, output_tokens)
     each = [answer.figures() for answer in answers]
     figures = {key: statistics.median(row[key] for row in each) for key in each[0]}
-    figures["CPU"] = seconds / (len(prompts) * (output_tokens - 2)) * 1e3
     if decode is not None and before is not None:
         time.sleep(REPORT_SECONDS)
         figures |= read_figures(name, scrape(decode).minus(before))
@@ -212,7 +176,7 @@ class Cell:
 def measure(
     args: argparse.Namespace,
     variants: Mapping[str, Variant],
-    keep: Callable[[Sequence[Row]], None],
+    keep: Callable[[Sequence[Row]], object],
 ) -> list[Row]:
     """A row of medians for each cell and variant; those that there are go to *keep* after each
     round. Ends with the round in which ``args.seconds`` are over."""
@@ -235,9 +199,6 @@ def measure(
             so_far = cell.rows() if counts else []
             keep(rows + so_far)
         for row in so_far:
-            if row.get("MB"):
-                num_bytes = int(row["MB"] * 1e6)
-                row["one copy GB/s"] = one_copy_gb_s(args.device, num_bytes, args.gpus)
             print(json.dumps({key: row[key] for key in row if key != "rounds"}), flush=True)
         rows += so_far
         keep(rows)
@@ -250,19 +211,21 @@ def cell_of(text: str) -> tuple[int, int]:
     return int(tokens), int(at_once or 1)
 
 
-def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> list[str]:
     """The table; milliseconds unless a column says otherwise."""
-    head = ("tokens", "at once", "engine", *COLUMNS)
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [str(row[key]) for key in head[:3]]
-        cells += [f"{row[key]:.4g}" if row.get(key) else "-" for key in COLUMNS]
-        lines.append(f"| {' | '.join(cells)} |")
-    equal = ", ".join(
-        sorted({f"{row['tokens']} x {row['at once']}: {row['equal']}" for row in rows})
-    )
-    lines += ["", f"Answers equal to the first engine's, warm-up included: {equal}.", ""]
-    return "\n".join([*lines, *(f"- {key}: {value}" for key, value in about.items()), ""])
+    head = ("tokens", "at once", "engine")
+    shown = [
+        [str(row[key]) for key in head]
+        + [f"{row[key]:.4g}" if row.get(key) else "-" for key in COLUMNS]
+        for row in rows
+    ]
+    equal = {f"{row['tokens']} x {row['at once']}: {row['equal']}" for row in rows}
+    return [
+        *pages.head("First token and hand-over", about),
+        *pages.table((*head, *COLUMNS), shown),
+        "",
+        f"Answers equal to the first engine's, warm-up included: {', '.join(sorted(equal))}.",
+    ]
 
 
 def arguments() -> argparse.Namespace:
@@ -271,10 +234,8 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--engines", nargs="+", choices=NAMES, help="all that the device takes, unless given")
-    add("--lengths", type=int, nargs="+", default=[200, 800], help="prompt tokens")
-    add("--at-once", type=int, nargs="+", default=[1, 8], help="requests at the same time")
-    add("--cells", type=cell_of, nargs="+", help="TOKENSxREQUESTS, instead of both")
+    add("--engines", nargs="+", choices=NAMES, default=list(NAMES))
+    add("--cells", type=cell_of, nargs="+", default=DEFAULT_CELLS, help="TOKENSxREQUESTS")
     add("--rounds", type=int, default=5)
     add("--warm-once", action="store_true", help="one round to warm up in all, not one a cell")
     add("--seconds", type=float, default=float("inf"), help="begin no round after so long")
@@ -283,12 +244,8 @@ def arguments() -> argparse.Namespace:
     add("--gpu-memory", type=float, default=0.18, help="share of a GPU for each server on it")
     add("--start-seconds", type=float, default=600.0, help="for a server to become ready")
     add("--server-args", nargs=argparse.REMAINDER, default=[], help="for every vLLM; the last")
-    add("--out", type=Path, help="write OUT.md and OUT.json")
+    add("--out", type=Path, required=True, help="writes OUT.md and OUT.json")
     args = parser.parse_args()
-    if args.engines is None:
-        args.engines = [one for one in NAMES if args.device == "cuda" or one not in ON_GPUS_ONLY]
-    if args.cells is None:
-        args.cells = [(length, at_once) for length in args.lengths for at_once in args.at_once]
     if args.output_tokens < 3:
         parser.error("--output-tokens: expected at least 3, for the time between tokens")
     return args
@@ -297,20 +254,15 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     about = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "GPU": torch.cuda.get_device_name(0) if args.device == "cuda" else "none",
-        "versions": f"vLLM {vllm.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}",
-        "command": " ".join(sys.argv),
-        "load average at the start": f"{os.getloadavg()[0]:.1f}",
+        "machine": machine("nixl", "torch", cuda=args.device == "cuda"),
+        "command": shlex.join(["python", *sys.argv]),
+        "load average at the start": load_average(),
     }
 
-    def keep(rows: Sequence[Row]) -> None:
-        about["load average at the end"] = f"{os.getloadavg()[0]:.1f}"
-        if args.out:
-            args.out.with_suffix(".md").write_text(markdown(rows, about))
-            found = {"about": about, "rows": rows}
-            args.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
+    def keep(rows: Sequence[Row]) -> str:
+        about["load average at the end"] = load_average()
+        found = {"about": about, "rows": rows}
+        return pages.write(args.out.parent, args.out.name, found, markdown(rows, about))
 
     with tempfile.TemporaryDirectory(prefix="handover-") as folder:
         setup = Setup(
@@ -322,12 +274,9 @@ def main() -> int:
             args.start_seconds,
             args.server_args,
         )
-        with (
-            started(setup, args.engines, args.gpus, args.gpu_memory) as variants,
-            turns.turn(math.inf),
-        ):
+        with started(setup, args.engines, args.gpus, args.gpu_memory) as variants:
             rows = measure(args, variants, keep)
-    print(markdown(rows, about))
+    print(keep(rows))
     return 0
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,6 @@ class Stream:
         extra: further members of the request's body.
         sent: instant of the request; times: of each event with tokens, of the monotonic clock.
         sizes: tokens of each of these events.
-        on_second: called once, when the second token is there.
         error: what went wrong, or empty.
     """
 
@@ -44,7 +43,6 @@ class Stream:
     num_told: int = 0
     num_resumed: int = 0
     error: str = ""
-    on_second: Callable[[], None] | None = None
 
     async def read(self, session: aiohttp.ClientSession, url: str) -> None:
         """Ask, and read to the end."""
@@ -86,12 +84,9 @@ class Stream:
             self.num_told = told["usage"]["completion_tokens"]
         for choice in told.get("choices") or ():
             if new := choice.get("token_ids"):
-                had = len(self.ids)
                 self.ids += new
                 self.times.append(now)
                 self.sizes.append(len(new))
-                if self.on_second is not None and had < 2 <= len(self.ids):
-                    self.on_second()
 
     def token_seconds(self) -> list[float]:
         """Seconds from the request to each token."""

@@ -9,7 +9,7 @@ own NixlConnector (off) or ours (on): the same proxy serves both. Off is VLLM_CO
 queue and connector, with CUDA also our all-reduce and QK RMSNorm; `--on NAME=VALUE`
 changes that. Both are up all the time and take turns; the other one's processes are stopped
 meanwhile (SIGSTOP), for vLLM's are busy while idle. Measured are the client's times, the CPU time
-of every process under load, and that of silence. Answers of off and on are compared.
+of every server under load, and that of silence. Answers of off and on are compared.
 
 `--out mine` writes mine.md and mine.json. A failed request ends the run with the reason.
 """
@@ -31,10 +31,11 @@ from engines import NONE, OURS, VLLM, Engine, Variant, alone
 from load import Stream
 from machine import load_average, machine
 from models import MODELS, write_model
-from serving import cpu, figures, report
+from serving import figures, report
 from serving.figures import OFF, ON, VARIANTS, Sample
 
 from tests.kit import cluster
+from tests.kit.processes import cpu_seconds
 from tests.kit.servers import ProxyServer, Server, VllmServer
 
 SINGLE, PAIR = "single", "1P1D"
@@ -118,9 +119,9 @@ def one_turn(
     args: argparse.Namespace, variant: Variant
 ) -> tuple[list[Stream], list[figures.Figure]]:
     """One load on one variant, then silence, and the figures of both."""
-    streams, before = streams_of(args, args.requests), cpu.snapshot(variant.servers)
+    streams, before = streams_of(args, args.requests), processor_seconds(variant)
     seconds = load.play(variant.url, streams, args.concurrency)
-    spent = cpu.used(before, cpu.snapshot(variant.servers))
+    spent = used(before, processor_seconds(variant))
     found = figures.of_load(streams, seconds)
     found += figures.of_cpu(spent, args.requests * args.output_tokens)
     return streams, found + (silence(args, variant) if args.idle_seconds else [])
@@ -129,10 +130,19 @@ def one_turn(
 def silence(args: argparse.Namespace, variant: Variant) -> list[figures.Figure]:
     """Figures of some seconds without any request, some time after the last one."""
     time.sleep(engines.SETTLE_SECONDS)
-    before, started_at = cpu.snapshot(variant.servers), time.perf_counter()
+    before, started_at = processor_seconds(variant), time.perf_counter()
     time.sleep(args.idle_seconds)
-    after, seconds = cpu.snapshot(variant.servers), time.perf_counter() - started_at
-    return figures.of_silence(cpu.used(before, after), seconds)
+    spent, seconds = used(before, processor_seconds(variant)), time.perf_counter() - started_at
+    return figures.of_silence(spent, seconds)
+
+
+def processor_seconds(variant: Variant) -> dict[str, float]:
+    """CPU time so far of each server's processes, by its role."""
+    return {role: cpu_seconds(server.pids()) for role, server in variant.servers.items()}
+
+
+def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {role: seconds - before[role] for role, seconds in after.items()}
 
 
 def equal_answers(of: Mapping[str, Sequence[Stream]]) -> str:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from load import Stream
 
-from serving.cpu import GLOO, INNER
 from vllm_commext.bench.figures import quantile
 
 OFF, ON = "off", "on"
@@ -60,24 +59,17 @@ def of_load(streams: Sequence[Stream], seconds: float) -> list[Figure]:
 
 
 def of_cpu(spent: Mapping[str, float], num_tokens: int) -> list[Figure]:
-    """CPU time during the load for each process, a thousand tokens of output."""
-    per_token = {f"CPU, {name}": seconds for name, seconds in sorted(spent.items())}
-    per_token["CPU, all processes"] = sum(spent.values())
+    """CPU time during the load for each server, a thousand tokens of output."""
+    each = {**spent, "all servers": sum(spent.values())}
     return [
-        (name, "ms per 1000 tokens", 1e6 * seconds / num_tokens)
-        for name, seconds in per_token.items()
+        (f"CPU, {name}", "ms per 1000 tokens", 1e6 * seconds / num_tokens)
+        for name, seconds in each.items()
     ]
 
 
 def of_silence(spent: Mapping[str, float], seconds: float) -> list[Figure]:
-    """CPU during silence: engines and workers together, and each process."""
-    inner = {name: value for name, value in spent.items() if any(kind in name for kind in INNER)}
-    shown = {"engines and workers": sum(inner.values())}
-    others = {name: value for name, value in inner.items() if GLOO not in name}
-    if len(others) < len(inner):  # some versions of torch do not name those threads
-        shown[f"engines and workers without {GLOO}"] = sum(others.values())
-    shown |= dict(sorted(spent.items()))
-    return [(f"idle, {name}", PERCENT, 100 * value / seconds) for name, value in shown.items()]
+    """CPU during silence of each server."""
+    return [(f"idle, {name}", PERCENT, 100 * value / seconds) for name, value in spent.items()]
 
 
 def rows_of(samples: Sequence[Sample]) -> list[Row]:

@@ -1,6 +1,7 @@
 """The state of processes, and what they have used, from /proc."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,5 +15,6 @@ def cpu_seconds(pids: Iterable[int | str]) -> float:
     nanoseconds = 0
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").iterdir():
-            nanoseconds += int((task / "schedstat").read_text().split()[0])
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                nanoseconds += int((task / "schedstat").read_text().split()[0])
     return nanoseconds / 1e9

@@ -68,7 +68,6 @@ CUDA_ENVIRON: Mapping[str, str] = {
 }
 EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 ACTIVE = re.compile(r"commext: (\w+) active")
-GLOO_THREAD = "gloo_tcp_loop"  # what the thread of a device of Gloo's is called
 
 
 class Supervisor(Protocol):
