@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm_commext.nixl.decode.peers import IDLE_SECONDS, PeerState
 from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.nixl.recorder import FAILURE_REASONS
-from vllm_commext.proxy.engines.pool import read_capabilities
+from vllm_commext.proxy.engines.health import read_capabilities
+from vllm_commext.proxy.outcome import LocalPrefill
 from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.reasons import LocalPrefill
 
 yaml = pytest.importorskip("yaml")
 

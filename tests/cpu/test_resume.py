@@ -39,7 +39,7 @@ from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_lora import write_lora
 from tests.kit.tiny_model import write_tiny_model
 from vllm_commext import private_files
-from vllm_commext.proxy.session.reasons import Resume
+from vllm_commext.proxy.outcome import Resume
 
 NUM_TOKENS, NUM_FIRST = 800, 5
 """The engine drains, or is killed, when each client has the first ones. It goes on meanwhile, so on

@@ -16,7 +16,7 @@ from aiohttp import web
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ProxyConfig, read_secret
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines.choice import is_adaptive
+from vllm_commext.proxy.engines.choice import Chooser, is_adaptive
 from vllm_commext.proxy.engines.discovery import Registry, Sources
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
@@ -32,8 +32,8 @@ from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.session.attempt import Service
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.service import Service
 from vllm_commext.proxy.session.session import Session
 from vllm_commext.proxy.session.upstream import Upstream, open_session
 from vllm_commext.proxy.window.window import Window
@@ -104,8 +104,10 @@ class ProxyApp:
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
         async with open_session(self.config) as session:
+            pools = {pool.role: pool for pool in self.pools}
+            chooser = Chooser(self.config.placement, self.planner, pools)
             self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
-            self._service = Service(self._upstream, self.planner)
+            self._service = Service(self._upstream, chooser)
             self._preflights = Preflights(self._upstream.ask_any)
             self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
             await self._sources.look()

@@ -1,6 +1,8 @@
-"""The proxy's configuration: every value is checked once, when the object is made."""
+"""The proxy's configuration: every value is checked once, when the object is made. What the files
+that it names hold."""
 
 import math
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,6 +12,9 @@ from urllib.parse import urlsplit
 from vllm_commext.errors import ConfigError
 
 MIB = 1 << 20
+SOCKET_BYTES = 128 << 10
+"""Of an answer that the kernel holds for a client, and of one that an engine sends: what a client
+does not read is held back at its engine."""
 AUTO, NEVER = MODES = ("auto", "never")
 SHORTEST, ARRIVAL = "shortest", "arrival"
 ORDERS = (AUTO, SHORTEST, ARRIVAL)
@@ -190,3 +195,27 @@ def engine_url(given_by: str, url: str) -> str:
     if parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(f"{expected}: no query, fragment, user or password belongs there")
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+
+
+def server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    """TLS towards clients; None: plain HTTP. Raises `ConfigError`."""
+    if not config.tls_cert_file:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file or None)
+    except (OSError, ValueError) as error:
+        message = f"{config.tls_cert_file}: expected a certificate and its key in PEM, got {error}"
+        raise ConfigError(message) from error
+    return context
+
+
+def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
+    """TLS towards engines, verified by a file or as the system does. Raises `ConfigError`."""
+    if not config.engine_ca_file:
+        return True
+    try:
+        return ssl.create_default_context(cafile=config.engine_ca_file)
+    except (OSError, ValueError) as error:
+        message = f"{config.engine_ca_file}: expected certificates in PEM, got {error}"
+        raise ConfigError(message) from error

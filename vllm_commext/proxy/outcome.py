@@ -1,14 +1,17 @@
-"""How a request ends, and what can go wrong with it."""
+"""How a request goes and ends, and what can go wrong with it."""
 
 import errno
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_commext.errors import CommextError
+from vllm_commext.errors import CommextError, Reason
+from vllm_commext.limited_log import RateLimitedLog
 
+complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
 SIDE = "X-Commext-Side"
 SIDE_PROXY = "proxy"
 ENGINES_LOST = "engines_lost"
@@ -18,6 +21,8 @@ TWO_STEP = "two-step"
 STREAMED = "streamed"
 LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
+LOCAL, HANDED_OVER, LEAST_WORK = KINDS = ("local", "handed_over", "least_work")
+"""Kinds of placement."""
 MAX_LOST = 2
 """Engines that one request may lose in one step, since it may be what ends them."""
 MIN_APART = 8
@@ -131,6 +136,13 @@ def no_answer(name: Any, reason: str) -> ProxyError:
     return ProxyError(404, "bad_request", message, answer=EngineAnswer(body))
 
 
+class Cached(NamedTuple):
+    """A prompt's tokens that a prefix cache had, and those that it took in (None: not said)."""
+
+    cached_tokens: int
+    created_cache_tokens: int | None = None
+
+
 class ClientGoneError(CommextError):
     """The client closed its connection or takes no more bytes."""
 
@@ -139,6 +151,46 @@ Mark = tuple[float, str, str]
 """A moment of a request: `time.monotonic`, a phase or one of those below, and the engine or ""."""
 PREFILL_ASKED, PREFILLED = "prefill asked", "prefilled"
 DECODE_ASKED, DECODE_ANSWERS = "decode asked", "decode answers"
+
+
+class Phase(Reason):
+    ASKED = "asked", "no engine works on it"
+    PLANNED = "planned", "its engines are chosen; a decode engine may be computing all of it"
+    PREFILLING = (
+        "prefilling",
+        "a prefill engine computes the prompt; a decode engine may read it",
+    )
+    OPENED = "opened", "a decode engine has begun to answer"
+    RELAYING = "relaying", "the client gets the answer"
+    MOVING = "moving", "the answer has stopped, while another decode engine repeats it"
+    DONE = "done", "the client has the answer or an error, or has gone"
+
+
+_A, _P, _F, _O, _R, _M, _D = Phase
+MOVES: Mapping[Phase, frozenset[Phase]] = {
+    _A: frozenset((_P, _D)),
+    _P: frozenset((_A, _F, _O, _D)),
+    _F: frozenset((_A, _O, _D)),
+    _O: frozenset((_R, _D)),
+    _R: frozenset((_A, _M, _D)),
+    _M: frozenset((_R, _D)),
+    _D: frozenset(),
+}
+
+
+class Life:
+    """A request's phase, each with its mark. Raises `RuntimeError` for a move that there is not."""
+
+    phase = Phase.ASKED
+
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = marks
+
+    def enter(self, phase: Phase) -> None:
+        if phase not in MOVES[self.phase]:
+            raise RuntimeError(f"a request that is {self.phase} cannot be {phase} next")
+        self.phase = phase
+        self._marks.append((time.monotonic(), phase, ""))
 
 
 @dataclass
@@ -153,10 +205,6 @@ class Route:
     placement: str = ""
     ways: tuple[tuple[str, float, float], ...] = ()
     marks: list[Mark] = field(default_factory=list[Mark])
-
-    def copy(self) -> "Route":
-        """For the next attempt."""
-        return Route(self.path, self.prefill, self.decode, self.placement, self.ways, self.marks)
 
 
 @dataclass
@@ -182,6 +230,13 @@ class Outcome:
         self.kind, self.side = kind, side
 
     @property
+    def has_failed(self) -> bool:
+        """True where neither the client nor an end of the proxy that was asked for caused it."""
+        if self.kind == "engine_error":
+            return self.status >= 500
+        return self.kind not in ("ok", "client_gone", "bad_request", "unauthorized", "shutdown")
+
+    @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
@@ -195,6 +250,55 @@ class Outcome:
         if route.placement:
             told["X-Commext-Placement"] = route.placement
         return told | ({"X-Commext-Prefill": route.prefill} if has_prefill else {})
+
+
+class LocalPrefill(Reason):
+    """Reason why a decode engine computes a prompt itself."""
+
+    NO_PARAMETERS = "no_kv_transfer_params", "the prefill engine's answer has no parameters"
+    PREFILL_AWAY = "prefill_away", "no prefill engine can be reached"
+    PREFILL_FAILED = "prefill_failed", "prefill engines have failed"
+    AFTER_FAILURE = "after_failure", "served anew, after a prefill engine's failure"
+    PLACEMENT = "placement", "so it is placed: see commext_proxy_placements"
+    NO_READER = "no_reader", "no other engine can be asked than the one that has computed it"
+    SHORT_PROMPT = "short_prompt", "the prompt is shorter than --min-prompt-tokens"
+    SEVERAL_SAMPLES = "several_samples", "parameters name the blocks of one sequence"
+    BEAM_SEARCH = "beam_search", "beam search drops the parameters"
+    NOT_ONE_PROMPT = "not_one_prompt", "parameters name the blocks of one sequence"
+    PROMPT_LOGPROBS = "prompt_logprobs", "only the engine that computes the prompt knows them"
+    TRUNCATION = "truncation", "with another max_tokens it may mean another prompt"
+    NO_GENERATION = "no_generation", "no token is asked for"
+
+
+class AtOnce(Reason):
+    """Label of a two-step request: both at once, or the reason against it."""
+
+    STREAMED = "streamed", "both at once"
+    OFF = "off", "it is off"
+    NOT_KNOWN = "not_known", "the prefill engine has not said yet that it streams, and where"
+    DECODE = "decode", "a decode engine does not say that it reads streams"
+    SEVERAL = "several", "several side channels answer for the prefill engine"
+    ONE_TOKEN = "one_token", "the answer is one token, for which nothing need be read"
+    BUSY = "busy", "enough requests wait for the prefill engine already"
+    AGAIN = "again", "the request is served anew"
+    FAILED = "failed", "the decode engine failed after both at once; one after the other then"
+    ALONE = "alone", "the prefill engine was lost, and the decode engine went on without it"
+
+
+class Resume(Reason):
+    """Label of a stream whose decode engine is lost, gives it up, or drains."""
+
+    RESUMED = "resumed", "it went on at another decode engine"
+    OFF = "off", "it is off"
+    ENDPOINT = "endpoint", "it is neither a completion nor a chat"
+    SAMPLES = "samples", "it holds more than one answer"
+    ECHO = "echo", "it begins with the prompt's text"
+    NO_ROOM = "no_room", "more than 16 MiB were to be kept of it, or it had the most of 256 MiB"
+    NOT_TOLD = "not_told", "its engine does not tell every token's id, or tells what is not known"
+    DIFFERS = "differs", "what the other engine answered is not what the client had"
+    FAILED = "failed", "no other engine could go on with it"
+    ENDING = "ending", "it is about to end where it is"
+    ANEW = "anew", "another engine would begin it anew, for longer than it may pause"
 
 
 _REASONS = {

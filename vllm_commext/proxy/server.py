@@ -18,11 +18,10 @@ from aiohttp import web
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.app import ProxyApp
-from vllm_commext.proxy.config import ProxyConfig, read_secret
-from vllm_commext.proxy.engines.admin import AdminApp
-from vllm_commext.proxy.engines.discovery import read_places
-from vllm_commext.proxy.http.access import ApiKeys, engine_tls, server_tls
-from vllm_commext.proxy.http.connections import SOCKET_BYTES, Connections
+from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
+from vllm_commext.proxy.engines.discovery import AdminApp, read_places
+from vllm_commext.proxy.http.access import ApiKeys
+from vllm_commext.proxy.http.connections import Connections
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -13,7 +13,6 @@ from tests.kit.crossed import crossed
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines import health
-from vllm_commext.proxy.engines.affinity import prefix_of
 from vllm_commext.proxy.engines.discovery import (
     MAX_CHANGED,
     MAX_ENGINES,
@@ -28,6 +27,7 @@ from vllm_commext.proxy.http.endpoints import CHAT, lack_of, num_samples, prompt
 from vllm_commext.proxy.outcome import ProxyError
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.transcript import Room, Transcript
+from vllm_commext.proxy.session.two_step import prefix_of
 
 PIECE_SECONDS = 0.02
 """Four times what is asked of a quiet machine, as caches and cores are shared here; what these

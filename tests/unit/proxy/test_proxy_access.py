@@ -71,7 +71,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
-    from vllm_commext.proxy.http.access import server_tls
+    from vllm_commext.proxy.config import server_tls
     from vllm_commext.proxy.server import connections_of, open_port
 
     cert, key = certificate(tmp_path)
@@ -129,8 +129,8 @@ async def test_handshakes_that_stall_count_as_connections(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go when others come, and take nothing from those who get on."""
+    from vllm_commext.proxy.config import server_tls
     from vllm_commext.proxy.http import connections
-    from vllm_commext.proxy.http.access import server_tls
     from vllm_commext.proxy.server import open_port
 
     cert, key = certificate(tmp_path)

@@ -8,18 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived
-from vllm_commext.proxy.engines.affinity import (
-    BLOCK_BYTES,
-    MAX_BLOCKS,
-    MIN_WEIGHT,
-    NO_PREFIX,
-    Memory,
-    Prefix,
-    prefix_of,
-)
-from vllm_commext.proxy.engines.pool import EnginePool
+from vllm_commext.proxy.engines.pool import MIN_WEIGHT, NO_PREFIX, EnginePool, Memory, Prefix
 from vllm_commext.proxy.http.body import num_tokens
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
+from vllm_commext.proxy.session.two_step import BLOCK_BYTES, MAX_BLOCKS, prefix_of
 
 quick = settings(max_examples=50, deadline=None)
 TURN = {"role": "user", "content": "w" * 3000}

@@ -19,8 +19,8 @@ from vllm_commext.proxy.http.body import (
     num_tokens,
 )
 from vllm_commext.proxy.http.endpoints import COMPLETIONS
+from vllm_commext.proxy.outcome import LocalPrefill
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.reasons import LocalPrefill
 
 objects = st.dictionaries(awkward, json_values, max_size=5)
 

@@ -13,9 +13,8 @@ import pytest
 from tests.unit.proxy.test_resume import CHAT, ROOM_BYTES
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.pool import Engine
-from vllm_commext.proxy.outcome import ClientGoneError, Outcome, ProxyError
-from vllm_commext.proxy.session import session, steps
-from vllm_commext.proxy.session.phase import MOVES, Life, Phase
+from vllm_commext.proxy.outcome import MOVES, ClientGoneError, Life, Outcome, Phase, ProxyError
+from vllm_commext.proxy.session import session
 from vllm_commext.proxy.session.relay import Ended, Left, Lost
 from vllm_commext.proxy.session.session import Session
 from vllm_commext.proxy.session.transcript import Room
@@ -130,7 +129,7 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
     intake: Any = SimpleNamespace(body=body, num_bytes=9, close=lambda: None)
     monkeypatch.setattr(session, "Relay", lambda *_: StoryRelay(story))
     monkeypatch.setattr(session, "response_to", lambda *_: None)
-    monkeypatch.setattr(steps, "Attempt", lambda *_, route: StoryAttempt(story))
+    monkeypatch.setattr(session, "Attempt", lambda *_, route: StoryAttempt(story))
     return Session(service, request, intake, {}, Outcome("r"))
 
 

@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 
 from tests.kit.vllm_streams import Stream
-from vllm_commext.proxy.engines.pool import (
-    UNKNOWN,
-    Capabilities,
-    Engine,
-    Rank,
-    SideChannel,
-    read_capabilities,
-)
+from vllm_commext.proxy.engines.health import read_capabilities
+from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel
+from vllm_commext.proxy.session.attempt import Stream as OneStream
 from vllm_commext.proxy.session.two_step import MAX_WAITING
-from vllm_commext.proxy.session.two_step import Stream as OneStream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))

@@ -25,7 +25,7 @@ def outcome(first: float, per_token: float, kind: str = "ok", status: int = 0) -
 
 
 def test_the_parts_of_a_request_follow_from_its_marks() -> None:
-    from vllm_commext.proxy.window.timeline import parts_of
+    from vllm_commext.proxy.window.history import parts_of
 
     marks = [
         *((1.0, "planned", ""), (1.0, "prefilling", ""), (2.0, "prefill asked", "e0")),

@@ -5,14 +5,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from vllm_commext.proxy.config import ADAPTIVE, AUTO, LOCAL, SHORTEST, ProxyConfig
-from vllm_commext.proxy.engines.affinity import Latest, Prefix
-from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
+from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool, Latest, Prefix
+from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
-HANDED_OVER = "handed_over"
-LEAST_WORK = "least_work"
-KINDS = (LOCAL, HANDED_OVER, LEAST_WORK)
 WINDOW = 3
 """Engines compared for a request, others each time: the best of more would get too many."""
 

@@ -1,19 +1,19 @@
-"""Checks of every engine's /health."""
+"""Checks of every engine's /health, and what its metrics page says that it can."""
 
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines.pool import PAGE_NAMES, Engine, read_cache, read_capabilities
-from vllm_commext.proxy.http.connections import complaints
-from vllm_commext.proxy.outcome import lack, reason_of
+from vllm_commext.proxy.engines.pool import Capabilities, Engine, Rank, SideChannel
+from vllm_commext.proxy.outcome import complaints, lack, reason_of
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -26,7 +26,16 @@ MAX_LINE_BYTES = 4 << 10
 MAX_LINES = 1024
 """Of an engine's metrics page: bytes that are read, of a line, and lines that are kept."""
 
-
+INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
+CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
+STEPS_METRIC = "vllm:iteration_tokens_total_count"
+PAGE_NAMES = (INFO_METRIC, STREAMS_METRIC, CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
+"""Read from an engine's metrics page."""
+_LINE = re.compile(r"[\w:]+\{(.*)\}\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_ESCAPE = re.compile(r'\\[\\"n]')
+_LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 _WANTED = re.compile(rb"^(?:%s)\{.*" % "|".join(PAGE_NAMES).encode(), re.MULTILINE)
 
 
@@ -168,3 +177,54 @@ async def _wanted(content: aiohttp.StreamReader) -> str:
             )
         await asyncio.sleep(0)
     return b"\n".join((*found, rest)).decode(errors="replace")
+
+
+class _Sample(NamedTuple):
+    labels: Mapping[str, str]
+    value: float
+
+
+def _samples(page: str, name: str) -> list[_Sample]:
+    samples: list[_Sample] = []
+    for line in page.splitlines():
+        if line.startswith(name + "{"):
+            if (found := _LINE.match(line)) is None:
+                raise ValueError(f"expected NAME{{LABELS}} VALUE, got {line[:80]!r}")
+            labels = {
+                label: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
+                for label, value in _LABEL.findall(found[1])
+            }
+            samples.append(_Sample(labels, float(found[2])))
+    return samples
+
+
+def read_capabilities(page: str) -> Capabilities:
+    """Read a metrics page; raises `ValueError` where it is none."""
+    without = {
+        sample.labels.get("engine")
+        for sample in _samples(page, STREAMS_METRIC)
+        if sample.value == 0
+    }
+    ranks: list[Rank] = []
+    for sample in _samples(page, INFO_METRIC):
+        labels = sample.labels
+        if missing := _LABELS - labels.keys():
+            raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
+        channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
+        flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
+        flags["streams"] &= labels["engine"] not in without
+        ranks.append(Rank(labels["engine"], channel, **flags))
+    settings = (sample.labels for sample in _samples(page, CACHE_METRIC))
+    caches = any(one.get("enable_prefix_caching") == "True" for one in settings)
+    return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
+
+
+def read_cache(page: str) -> tuple[float, float, float] | None:
+    """Tokens of room in the KV caches of all ranks, tokens in use, and steps so far; None where
+    the page does not say. Raises `ValueError`."""
+    sizes = [one.labels.get("kv_cache_size_tokens", "") for one in _samples(page, CACHE_METRIC)]
+    use = [one.value for one in _samples(page, CACHE_USE_METRIC)]
+    if not (sizes and sizes[0].isdigit() and use):
+        return None
+    each = int(sizes[0])
+    return each * len(use), each * sum(use), sum(s.value for s in _samples(page, STEPS_METRIC))

@@ -2,16 +2,15 @@
 
 import asyncio
 import logging
-import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import TypeVar
 
-from vllm_commext.proxy.engines.affinity import NO_PREFIX, Memory, Prefix
 from vllm_commext.proxy.policy.load import EngineLoad
 from vllm_commext.proxy.policy.queue import Waiting
 from vllm_commext.proxy.policy.speed import Speeds
@@ -26,17 +25,15 @@ BOTH = "both"
 ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
+MAX_LATEST = 1 << 16
+"""Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
+MIN_WEIGHT = 16.0
+"""Tokens: the least that a remembered prompt counts for, about one block of an engine's cache."""
+MAX_SHARE = 0.25
+"""Of an engine's memory, what a single block or session counts for at most."""
+K = TypeVar("K")
+V = TypeVar("V")
 SideChannelFields = Mapping[str, str | int]
-INFO_METRIC, STREAMS_METRIC = "vllm:commext_nixl_info", "vllm:commext_nixl_streams"
-CACHE_METRIC, CACHE_USE_METRIC = "vllm:cache_config_info", "vllm:kv_cache_usage_perc"
-STEPS_METRIC = "vllm:iteration_tokens_total_count"
-PAGE_NAMES = (INFO_METRIC, STREAMS_METRIC, CACHE_METRIC, CACHE_USE_METRIC, STEPS_METRIC)
-"""Read from an engine's metrics page."""
-_LINE = re.compile(r"[\w:]+\{(.*)\}\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
-_ESCAPE = re.compile(r'\\[\\"n]')
-_LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "releases"))
 
 
 @dataclass(frozen=True)
@@ -83,55 +80,76 @@ class Capabilities:
 UNKNOWN = Capabilities()
 
 
-class _Sample(NamedTuple):
-    labels: Mapping[str, str]
-    value: float
+@dataclass(frozen=True)
+class Prefix:
+    """Digests of a request: of the prompt's blocks, each of about tokens_a_block tokens, and of the
+    session's name (b"": none). tokens: estimate of the whole prompt's."""
+
+    blocks: tuple[bytes, ...] = ()
+    tokens_a_block: float = 0.0
+    session: bytes = b""
+    tokens: int = 0
 
 
-def _samples(page: str, name: str) -> list[_Sample]:
-    samples: list[_Sample] = []
-    for line in page.splitlines():
-        if line.startswith(name + "{"):
-            if (found := _LINE.match(line)) is None:
-                raise ValueError(f"expected NAME{{LABELS}} VALUE, got {line[:80]!r}")
-            labels = {
-                label: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
-                for label, value in _LABEL.findall(found[1])
-            }
-            samples.append(_Sample(labels, float(found[2])))
-    return samples
+NO_PREFIX = Prefix()
 
 
-def read_capabilities(page: str) -> Capabilities:
-    """Read a metrics page; raises `ValueError` where it is none."""
-    without = {
-        sample.labels.get("engine")
-        for sample in _samples(page, STREAMS_METRIC)
-        if sample.value == 0
-    }
-    ranks: list[Rank] = []
-    for sample in _samples(page, INFO_METRIC):
-        labels = sample.labels
-        if missing := _LABELS - labels.keys():
-            raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
-        channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
-        flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
-        flags["streams"] &= labels["engine"] not in without
-        ranks.append(Rank(labels["engine"], channel, **flags))
-    settings = (sample.labels for sample in _samples(page, CACHE_METRIC))
-    caches = any(one.get("enable_prefix_caching") == "True" for one in settings)
-    return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
+class _Recent(OrderedDict[bytes, float]):
+    """The latest keys, up to a sum of weights. None weighs less than ``MIN_WEIGHT``."""
+
+    def __init__(self, max_weight: float) -> None:
+        super().__init__()
+        self._max_weight, self._sum = max_weight, 0.0
+
+    def put(self, key: bytes, weight: float) -> None:
+        weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
+        self._sum += weight - self.pop(key, 0.0)
+        self[key] = weight
+        while self._sum > self._max_weight and self:
+            self._sum -= self.popitem(last=False)[1]
 
 
-def read_cache(page: str) -> tuple[float, float, float] | None:
-    """Tokens of room in the KV caches of all ranks, tokens in use, and steps so far; None where
-    the page does not say. Raises `ValueError`."""
-    sizes = [one.labels.get("kv_cache_size_tokens", "") for one in _samples(page, CACHE_METRIC)]
-    use = [one.value for one in _samples(page, CACHE_USE_METRIC)]
-    if not (sizes and sizes[0].isdigit() and use):
-        return None
-    each = int(sizes[0])
-    return each * len(use), each * sum(use), sum(s.value for s in _samples(page, STEPS_METRIC))
+class Latest(OrderedDict[K, V]):
+    """The `MAX_LATEST` keys noted last, with what was noted of each."""
+
+    def note(self, key: K, value: V) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > MAX_LATEST:
+            self.popitem(last=False)
+
+
+class Memory:
+    """Prompts that one engine was asked last, of about *max_tokens* in all; the oldest go first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.clear()
+
+    def held_tokens(self, prefix: Prefix) -> int:
+        """Estimate the prompt's first tokens that the engine holds; the last is always computed."""
+        held = 0.0
+        for block in prefix.blocks:
+            if block not in self._blocks:
+                break
+            held += prefix.tokens_a_block
+        if prefix.session:
+            held = max(held, self._sessions.get(prefix.session, 0.0))
+        return max(0, min(int(held), prefix.tokens - 1)) if held else 0
+
+    def note(self, prefix: Prefix) -> None:
+        # The last block first: a prompt is forgotten from its end, as engines forget it too.
+        for block in reversed(prefix.blocks):
+            self._blocks.put(block, prefix.tokens_a_block)
+        if prefix.session:
+            self._sessions.put(prefix.session, float(prefix.tokens))
+
+    def __len__(self) -> int:
+        return len(self._blocks) + len(self._sessions)
+
+    def clear(self) -> None:
+        self._blocks = _Recent(self._max_tokens)
+        self._sessions = _Recent(self._max_tokens)
 
 
 LEAD_SECONDS = 0.03

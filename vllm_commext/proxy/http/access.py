@@ -1,9 +1,7 @@
-"""Middlewares around every handler: errors as answers, API keys; TLS, preflights and the access
-log."""
+"""Middlewares around every handler: errors as answers, API keys; preflights and the access log."""
 
 import hmac
 import logging
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,9 +9,15 @@ from pathlib import Path
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.http.connections import begin, complaints, cut
-from vllm_commext.proxy.outcome import SIDE, ClientGoneError, Outcome, ProxyError, bad_request
+from vllm_commext.proxy.http.connections import begin, cut
+from vllm_commext.proxy.outcome import (
+    SIDE,
+    ClientGoneError,
+    Outcome,
+    ProxyError,
+    bad_request,
+    complaints,
+)
 
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
@@ -114,30 +118,6 @@ class ApiKeys:
         if not (is_open or bears_one_of(self._keys, request)):
             raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <API key>")
         return await handler(request)
-
-
-def server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
-    """TLS towards clients; None: plain HTTP. Raises `ConfigError`."""
-    if not config.tls_cert_file:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert_file, config.tls_key_file or None)
-    except (OSError, ValueError) as error:
-        message = f"{config.tls_cert_file}: expected a certificate and its key in PEM, got {error}"
-        raise ConfigError(message) from error
-    return context
-
-
-def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
-    """TLS towards engines, verified by a file or as the system does. Raises `ConfigError`."""
-    if not config.engine_ca_file:
-        return True
-    try:
-        return ssl.create_default_context(cafile=config.engine_ca_file)
-    except (OSError, ValueError) as error:
-        message = f"{config.engine_ca_file}: expected certificates in PEM, got {error}"
-        raise ConfigError(message) from error
 
 
 def log_access(request: web.Request, outcome: Outcome) -> None:

@@ -7,7 +7,6 @@ are not whole are parsed for a share of the time alone.
 
 import asyncio
 import ipaddress
-import logging
 import re
 import select
 import socket
@@ -23,8 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.limited_log import RateLimitedLog
-from vllm_commext.proxy.outcome import ProxyError
+from vllm_commext.proxy.outcome import ProxyError, complaints
 
 # Bodies stay as they come, and a head may be as large as a vLLM server takes it.
 _HTTP: dict[str, Any] = {
@@ -52,9 +50,6 @@ _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
-SOCKET_BYTES = 128 << 10
-"""Of an answer that the kernel holds for a client, and of one that an engine sends: what a client
-does not read is held back at its engine."""
 MIN_IDLE_SECONDS = 1.0
 """A connection that has waited for less is not idle: its request may be under way."""
 _MAX_LOOKS = 8
@@ -64,8 +59,6 @@ its client never reads the refusal."""
 _TLS_SECONDS = 10.0
 _NO_HTTP = "expected a request in HTTP/1.1 with a line and headers of at most 64 KiB each"
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
-
-complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
 
 
 @dataclass

@@ -161,15 +161,6 @@ def session_of(body: Mapping[str, Any], header: str | None) -> str | None:
     return found[1] if found else named
 
 
-_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-
-
-def answer_id(beginning: bytes) -> str:
-    """The id in the *beginning* of an answer or of its first event; "" without one."""
-    found = _ID.search(beginning, 0, 4096)
-    return found[1].decode(errors="replace") if found else ""
-
-
 _WANTED = sorted({endpoint.answer for endpoint in ENDPOINTS.values()})
 _Answer = msgspec.defstruct(
     "_Answer", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in _WANTED]

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_commext.proxy.http.body import decode
 from vllm_commext.proxy.http.endpoints import (
@@ -13,6 +13,7 @@ from vllm_commext.proxy.http.endpoints import (
     holds,
     lack_of,
 )
+from vllm_commext.proxy.outcome import Cached
 
 MAX_HELD_BYTES = 2 << 20
 _ABORT = b'"abort"'
@@ -59,13 +60,6 @@ def _end_of_last_event(held: bytearray) -> int:
 
 def error_event(error: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(error).encode() + b"\n\n"
-
-
-class Cached(NamedTuple):
-    """A prompt's tokens that a prefix cache had, and those that it took in (None: not said)."""
-
-    cached_tokens: int
-    created_cache_tokens: int | None = None
 
 
 def with_cached_tokens(events: bytes, cached: Cached) -> bytes:

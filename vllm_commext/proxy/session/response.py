@@ -1,6 +1,7 @@
 """The beginning of an engine's answer; failures become a `ProxyError`."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,11 @@ from typing import Any
 import aiohttp
 
 from vllm_commext.drain import HEADER
-from vllm_commext.proxy.config import MIB
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
-from vllm_commext.proxy.http.connections import complaints
 from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
 from vllm_commext.proxy.http.sse import (
-    Cached,
     EventCutter,
     is_aborted,
     num_tokens,
@@ -25,10 +23,18 @@ from vllm_commext.proxy.http.sse import (
     opens_aborted,
     says_nothing,
 )
-from vllm_commext.proxy.outcome import EngineAnswer, Losses, ProxyError, lack, reason_of
+from vllm_commext.proxy.outcome import (
+    Cached,
+    EngineAnswer,
+    Losses,
+    ProxyError,
+    complaints,
+    lack,
+    reason_of,
+)
 from vllm_commext.proxy.policy.load import Answer
 
-MAX_ANSWER_BYTES = 16 * MIB
+MAX_ANSWER_BYTES = 16 << 20
 _CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ClientError, OSError, EngineLostError)
 _CORS = ("access-control-", "vary")
@@ -201,6 +207,7 @@ def no_engine(pool: EnginePool) -> ProxyError:
     return ProxyError(503, "no_engine", message, side=pool.role)
 
 
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 EVENTS = "text/event-stream"
 MAX_OPENING_BYTES = 64 << 10
 MAX_WHOLE_BYTES = 1 << 20
@@ -228,6 +235,12 @@ class Opened:
         if self.answer is not None and (tokens := num_tokens(piece)):
             self.answer.go_on(tokens, now)
 
+    @property
+    def answer_id(self) -> str:
+        """The answer's id, or its first event's; "" without one."""
+        found = _ID.search(self.first, 0, 4096)
+        return found[1].decode(errors="replace") if found else ""
+
     def close(self) -> None:
         """Let go of the engine, which aborts the rest."""
         self.work.close()
@@ -238,7 +251,7 @@ async def read_opening(
     response: aiohttp.ClientResponse,
     endpoint: Endpoint,
     streams: bool | None,
-    edit: Callable[[bytes], bytes],
+    edit: Callable[[bytes], bytes] | None,
 ) -> tuple[bytes, EventCutter | None]:
     """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
@@ -255,7 +268,7 @@ async def read_opening(
             raise bad_answer(engine, f"{response.content_type} in place of {expected}")
     if is_stream:
         cutter = EventCutter()
-        return await _opening(engine, response, lambda piece: edit(cutter.feed(piece))), cutter
+        return await _opening(engine, response, cutter, edit), cutter
     first, is_whole = await _beginning(response)
     if is_aborted(first):
         raise aborted(engine)
@@ -288,7 +301,10 @@ async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 
 
 async def _opening(
-    engine: Engine, response: aiohttp.ClientResponse, feed: Callable[[bytes], bytes]
+    engine: Engine,
+    response: aiohttp.ClientResponse,
+    cutter: EventCutter,
+    edit: Callable[[bytes], bytes] | None,
 ) -> bytes:
     events, has_ended = b"", False
     while not has_ended and (not events or says_nothing(events)):
@@ -297,7 +313,8 @@ async def _opening(
         if events:  # others go on in between
             await asyncio.sleep(0)
         piece = await response.content.readany()
-        events += feed(piece)
+        ready = cutter.feed(piece)
+        events += edit(ready) if edit is not None else ready
         has_ended = not piece
     if opens_aborted(events):
         raise aborted(engine)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -19,14 +19,12 @@ from aiohttp import web
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.intake import Intake
-from vllm_commext.proxy.outcome import ENGINES_LOST, Outcome, ProxyError
-from vllm_commext.proxy.session.phase import Life, Phase
-from vllm_commext.proxy.session.reasons import Resume
+from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
+from vllm_commext.proxy.session.attempt import Attempt, Service, Tries
 from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
 from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.service import Asked, Service
-from vllm_commext.proxy.session.steps import Steps
 from vllm_commext.proxy.session.transcript import Transcript
+from vllm_commext.proxy.session.two_step import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -100,11 +98,13 @@ class Session:
         outcome: Outcome,
     ) -> None:
         self._service, self._outcome, self.life = service, outcome, Life(outcome.route.marks)
-        self._asked = Asked(service, request, intake.body, headers)
-        outcome.prompt_tokens = self._asked.tokens
-        self._kept: Transcript | Resume = self._asked.kept(service)
+        self._asked = asked = Asked(service.config, request, intake.body, headers)
+        asked.only = None if asked.endpoint.is_split else service.keeper(asked.body)
+        outcome.prompt_tokens = asked.tokens
+        self._kept: Transcript | Resume = asked.kept(service.room)
         self._transcript = self._kept if isinstance(self._kept, Transcript) else None
-        self._steps = Steps(service, self._asked, outcome, self._transcript, self.life)
+        self._tries = Tries()
+        self._attempt: Attempt  # the latest
         self._opened: Opened | None = None
         self._leaving: Leaving | None = None
         self._relay: Relay
@@ -113,7 +113,7 @@ class Session:
         """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""
         try:
             try:
-                opened = self._opened = await self._steps.open()
+                opened = self._opened = await self._open()
                 await self._asked.forget(self._transcript, intake.num_bytes)
             finally:
                 intake.close()
@@ -125,6 +125,52 @@ class Session:
             if self._transcript is not None:
                 self._transcript.close()
 
+    async def _open(self) -> Opened:
+        """Begin the answer, by one attempt after the other. Raises `ProxyError`."""
+        while True:
+            attempt = self._next_attempt()
+            self._outcome.route = attempt.route
+            try:
+                opened = await self._take(attempt)
+                self._note_opened(attempt, opened)
+                return opened
+            except ProxyError as error:
+                self.life.enter(Phase.ASKED)
+                gave_up = self._tries.fail() >= self._service.config.request_attempts
+                if gave_up or not error.can_restart or error.side != DECODE:
+                    raise
+                attempt.blame(error)
+                self._service.metrics.restarts.labels(error.kind).inc()
+                text = "retrying request %s from the start: %s"
+                logger.warning(text, self._outcome.request_id, error)
+            finally:
+                attempt.release()
+
+    def _next_attempt(self) -> Attempt:
+        self._attempt = Attempt(
+            *(self._service, self._asked, self._tries, self._transcript),
+            route=replace(self._outcome.route),
+        )
+        return self._attempt
+
+    async def _take(self, attempt: Attempt) -> Opened:
+        attempt.choose()
+        self.life.enter(Phase.PLANNED)
+        if self._asked.endpoint.is_split:
+            if attempt.local_reason is None:
+                self.life.enter(Phase.PREFILLING)
+            if (opened := await attempt.prefill()) is not None:
+                return opened
+        return await attempt.decode({})
+
+    def _note_opened(self, attempt: Attempt, opened: Opened) -> None:
+        self.life.enter(Phase.OPENED)
+        self._tries.answered_by = opened.engine
+        if not self._tries.num_resumed:
+            self._outcome.first_token_seconds = opened.opened_at - self._outcome.began
+        if opened.response.status < 400:
+            attempt.note_opened(opened)
+
     async def _answer(self, request: web.Request, opened: Opened) -> web.StreamResponse:
         outcome, service = self._outcome, self._service
         metrics, engine = service.metrics, opened.engine.name
@@ -133,7 +179,7 @@ class Session:
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         relay = self._relay = Relay(
-            *(request, service.config, metrics.inter_token_seconds, self._steps.tries.losses),
+            *(request, service.config, metrics.inter_token_seconds, self._tries.losses),
             *(self._transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
@@ -141,7 +187,7 @@ class Session:
         finally:
             outcome.is_answered = relay.has_sent_end
             if relay.has_sent_end and self._opened is not None:
-                self._steps.note_end(self._opened)
+                self._note_end(self._opened)
             await self._stay()
         if failure is not None:
             outcome.set(failure.kind, failure.side)
@@ -149,6 +195,22 @@ class Session:
         elif opened.response.status < 400:
             metrics.request_seconds.labels(outcome.route.decode).observe(outcome.seconds)
         return relay.response
+
+    def _note_end(self, opened: Opened) -> None:
+        """Note how a whole answer came, and how it was expected to come."""
+        answer, plan, seconds = opened.answer, self._attempt.plan, self._outcome.first_token_seconds
+        if answer is None:
+            return
+        answer.end(time.monotonic())
+        self._outcome.tokens, self._outcome.per_token = answer.tokens, answer.per_token
+        expected = plan.expected if plan is not None and not self._tries.num_resumed else None
+        if expected is not None and seconds is not None and answer.tokens > 1:
+            metrics = self._service.metrics
+            first, each = metrics.expected_first_token, metrics.expected_per_token
+            first.labels("expected").observe(expected.first_token)
+            first.labels("real").observe(seconds)
+            each.labels("expected").observe(expected.per_token)
+            each.labels("real").observe(answer.per_token)
 
     async def _send_all(self, relay: Relay, opened: Opened) -> ProxyError | None:
         """Send what one engine after the other answers; the failure that ended it, or None."""
@@ -177,7 +239,7 @@ class Session:
         transcript, opened = self._transcript, None
         result = self._kept if transcript is None else transcript.settle()
         if transcript is not None and result is None:
-            if failure.can_restart and self._steps.may_go_on:
+            if failure.can_restart and self._tries.may_go_on:
                 opened = await self._opened_elsewhere(old, failure, transcript)
             result = Resume.FAILED if opened is None else Resume.RESUMED
         self._service.metrics.resumes.labels(result).inc()
@@ -190,8 +252,10 @@ class Session:
         old.close()
         request_id = self._outcome.request_id
         logger.warning("request %s is resumed: %s", request_id, failure)
+        self._tries.go_on_elsewhere()
+        self._tries.blame(failure, self._service.upstream.decode_pool.engines)
         try:
-            opened = self._opened = await self._steps.open_elsewhere(failure)
+            opened = self._opened = await self._open()
         except ProxyError as error:
             logger.warning("request %s is not resumed: %s", request_id, error)
             return None
@@ -218,7 +282,7 @@ class Session:
         try:
             await leaving.end()
         finally:  # also where the client leaves meanwhile
-            self._steps.release()
+            self._attempt.release()
 
     async def _leave(self, leaving: Leaving) -> None:
         """Have what comes next prepared, then stop the answer, and wait until it goes on."""
@@ -232,7 +296,7 @@ class Session:
             async with service.turns:
                 async with asyncio.timeout(PREPARE_SECONDS):
                     if (result := self._reason()) is None:
-                        await self._steps.prepare(is_read=bool(self._changes(leaving.engine)))
+                        await self._prepare(leaving.engine)
                         result = self._staying()
                 if result is None:
                     self._relay.leave()
@@ -242,14 +306,22 @@ class Session:
                     return
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
-        self._steps.release()
+        self._attempt.release()
         self._note_move(result or Resume.FAILED)
+
+    async def _prepare(self, engine: Engine) -> None:
+        """Have the prompt computed for the next engine, unless that reads what *engine* has."""
+        self._tries.go_on_elsewhere()
+        attempt = self._next_attempt()
+        if not self._changes(engine):
+            attempt.choose()
+            await attempt.prefill()
 
     def _reason(self) -> Resume | None:
         """Reason to stay at an engine that drains, or None."""
         if not self._service.config.move:
             return Resume.OFF
-        return self._staying() if self._steps.may_go_on else Resume.FAILED
+        return self._staying() if self._tries.may_go_on else Resume.FAILED
 
     def _staying(self) -> Resume | None:
         kept = self._kept
@@ -261,7 +333,7 @@ class Session:
 
     async def _move(self, relay: Relay, old: Opened) -> Opened:
         """Rest of a stopped stream: from another engine, or else from its own."""
-        steps, leaving, transcript = self._steps, self._leaving, self._transcript
+        leaving, transcript = self._leaving, self._transcript
         assert leaving is not None  # it has been stopped
         assert transcript is not None  # as those that stop have
         began, opened, result = time.monotonic(), None, self._staying() or Resume.FAILED
@@ -270,21 +342,23 @@ class Session:
         try:
             if result is Resume.FAILED:
                 async with asyncio.timeout(seconds):
-                    opened = await steps.go_on(self._changes(leaving.engine))
+                    opened = await self._attempt.decode(self._changes(leaving.engine))
+                    self._attempt.hand_over(opened)
                     trial = transcript.trial()
                     result = await relay.catch_up(opened, trial, may_begin_anew) or Resume.RESUMED
         except (ProxyError, TimeoutError) as error:
             logger.warning("request %s is not moved: %s", self._outcome.request_id, error)
         finally:
             leaving.has_gone_on.set()
-            steps.release()
+            self._attempt.release()
             if opened is not None and result is not Resume.RESUMED:
                 opened.close()
         self._note_move(result)
         if opened is None or result is not Resume.RESUMED:
             return old
         self._service.metrics.move_seconds.observe(time.monotonic() - began)
-        steps.note_moved(opened)
+        self._outcome.route = self._attempt.route
+        self._tries.answered_by = opened.engine
         transcript.begin_again()
         old.close()
         return opened

@@ -6,15 +6,14 @@ client has, token by token and letter by letter.
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.http.sse import DONE
-from vllm_commext.proxy.session.reasons import Resume
-from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
+from vllm_commext.proxy.outcome import Resume
 
 ANSWER, PIECES = "answer_token_ids", "answer_pieces"
 _GROWTH_BYTES = 16 << 10
@@ -65,7 +64,6 @@ class _Passed(msgspec.Struct):
     pieces: list[list[int]]
 
 
-Edit = Callable[[bytes], bytes]
 _DECODER = msgspec.json.Decoder(_Event)
 _PASSED = msgspec.json.Decoder(_Passed)
 
@@ -96,8 +94,89 @@ class Room:
         self._left += self._taken.pop(holder, 0)
 
 
-def unedited(events: bytes) -> bytes:
-    return events
+class DiffersError(Exception):
+    """Another engine has answered otherwise."""
+
+
+class UnknownError(Exception):
+    """A part of an answer that is not known here."""
+
+
+UNKNOWN = (UnknownError, AttributeError, TypeError, OverflowError)
+
+
+_Edit = Callable[[str, str], str]
+
+
+def edited(delta: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
+    """A chat's delta without its role, each text as *edit* leaves it."""
+    kept: dict[str, Any] = {}
+    for name, value in delta.items():
+        if name == "role" or not value:
+            continue
+        if name == "tool_calls":
+            calls = (_edited_call(call, edit) for call in value)
+            value = [call for call in calls if call]
+        elif isinstance(value, str):
+            value = edit(name, value)
+        else:
+            raise UnknownError
+        if value:
+            kept[name] = value
+    return kept
+
+
+def _edited_call(call: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
+    number, function = call.get("index"), call.get("function") or {}
+    kept: dict[str, str] = {}
+    for name in ("name", "arguments"):
+        if text := edit(f"{number} {name}", function.get(name) or ""):
+            kept[name] = text
+    if "name" in kept:
+        return {**call, "function": {**function, **kept}}
+    return {"index": number, "function": kept} if kept else {}
+
+
+class Replay:
+    """The tokens and texts that another engine has still to repeat, all of them and no others.
+
+    pieces: number of tokens of each of its events so far.
+    """
+
+    def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
+        self._ids = list(ids)
+        self._texts = {name: bytes(text) for name, text in texts.items() if text}
+        self.pieces = array("i")
+
+    @property
+    def is_over(self) -> bool:
+        return not self._ids
+
+    @property
+    def num_left(self) -> int:
+        return len(self._ids)
+
+    def new_ids(self, ids: list[int]) -> list[int]:
+        count = min(len(ids), len(self._ids))
+        if ids[:count] != self._ids[:count]:
+            raise DiffersError
+        del self._ids[:count]
+        if ids:
+            self.pieces.append(len(ids))
+        return ids[count:]
+
+    def new_text(self, name: str, text: str) -> str:
+        raw, sent = text.encode(), self._texts.get(name, b"")
+        count = min(len(raw), len(sent))
+        if raw[:count] != sent[:count]:
+            raise DiffersError
+        self._texts[name] = sent[count:]
+        return raw[count:].decode()
+
+    def end_event(self, *, has_new_ids: bool, has_new_text: bool) -> None:
+        """Expect new text with new tokens alone, and none to be left where these begin."""
+        if has_new_text and not has_new_ids or self.is_over and any(self._texts.values()):
+            raise DiffersError
 
 
 class Transcript:
@@ -109,7 +188,7 @@ class Transcript:
         self._room = room
         self._num_taken, self._num_bytes = 0, num_bytes
         self.hides_ids = not body.get("return_token_ids")
-        self.edit: Edit = without_prompt if self.hides_ids else unedited
+        self.edit = without_prompt if self.hides_ids else None
         self._ids, self._pieces = array("i"), array("i")
         self._texts: dict[str, bytearray] = {}
         self._end: str | None = None

@@ -1,4 +1,4 @@
-"""Rewrites a request for its two steps, and asks for both at once: D reads while P computes.
+"""A client's request, and the bodies of its two steps.
 
 An engine's answer carries one `kv_transfer_params`, which names the blocks of one sequence. With
 several prompts vLLM would load the first one's blocks for all. With ``n`` above 1 the sample that
@@ -6,33 +6,28 @@ first finishes its read frees blocks that others still read. So a request of sev
 to a decode engine as it is.
 """
 
-import asyncio
-import logging
-import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_commext.proxy.config import NEVER
-from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines.pool import UNKNOWN, Engine, SideChannel
-from vllm_commext.proxy.http.body import LENGTHS, RawJson
-from vllm_commext.proxy.http.endpoints import COMPLETIONS, Endpoint, prompt_tokens
-from vllm_commext.proxy.outcome import ProxyError, bad_request
-from vllm_commext.proxy.session.reasons import AtOnce, LocalPrefill
-from vllm_commext.proxy.session.response import Opened, is_dead
+from aiohttp import web
 
-logger = logging.getLogger("vllm.commext.proxy")
+from vllm_commext.proxy.config import NEVER, ProxyConfig
+from vllm_commext.proxy.engines.pool import NO_PREFIX, Engine, Prefix, SideChannel
+from vllm_commext.proxy.http.body import LENGTHS, RawJson, compacted, dumps, encode, in_steps
+from vllm_commext.proxy.http.endpoints import (
+    COMPLETIONS,
+    ENDPOINTS,
+    Endpoint,
+    most_tokens,
+    num_samples,
+    prompt_text,
+    prompt_tokens,
+    session_of,
+)
+from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume, bad_request
+from vllm_commext.proxy.session.transcript import Room, Transcript
 
-KEY_BYTES = 16
-_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
-CHECK_SECONDS = 10.0
-"""Longest wait for a check of an engine that has broken a connection."""
-LOOK_SECONDS = 0.02
-MAX_WAITING = 8
-"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
-step."""
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -47,6 +42,18 @@ _NOT_FOR_PREFILL = ("stop_token_ids",)
 OWN_IDS = "prompt_token_ids"
 """The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""
 MAX_SMALL_BYTES = 2 << 20
+MAX_WAITING = 8
+"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
+step."""
+SMALL_BYTES = 4 << 10  # of a body that is kept as it came
+SESSION_HEADER = "X-Session-ID"
+BLOCK_BYTES = 1024
+"""About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
+MAX_BLOCKS = 256
+"""Looked at of each prompt, so that a large one costs some milliseconds and no more."""
+_DIGEST_BYTES = 12
+MAX_NAME_BYTES = 64 << 10
+"""Looked at of a model's name or a salt."""
 
 
 def checked_body(body: Any) -> dict[str, Any]:
@@ -177,109 +184,87 @@ def reason_against(mode: str, body: Mapping[str, Any], decode: Iterable[Engine])
     return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 
 
-@dataclass(eq=False)
-class Stream:
-    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
+def prefix_of(
+    body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
+) -> Prefix:
+    """Digests of a prompt of about *tokens*."""
+    salt = _digest(_name(body.get("model")), _name(body.get("cache_salt")))
+    text, num_bytes = prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
+    digest, blocks = salt, []
+    for start in range(0, len(text) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
+        digest = _digest(digest, text[start : start + BLOCK_BYTES])
+        blocks.append(digest)
+    name = _digest(salt, session.encode("utf-8", "surrogatepass")) if session else b""
+    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
 
-    _body: Mapping[str, Any]
-    _payload: Callable[..., Any]
-    _ask: Callable[[Any, Engine], Any]
-    way: AtOnce | None = None
-    _asked: Engine | None = None
-    _place: SideChannel | None = None
-    _decode: asyncio.Task[Opened] | None = None
+
+def _name(value: Any) -> bytes | memoryview:
+    return value.text[:MAX_NAME_BYTES] if isinstance(value, RawJson) else dumps(value)
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
+
+
+def refusal(
+    endpoint: Endpoint, body: Mapping[str, Any], local_reason: LocalPrefill | None
+) -> Resume | None:
+    """Reason why a stream is never resumed, or None. *local_reason*: against two steps."""
+    if not endpoint.is_split or body.get("stream") is not True:
+        return Resume.ENDPOINT
+    if local_reason in _SEVERAL:
+        return Resume.SAMPLES
+    if body.get("echo"):
+        return Resume.ECHO
+    is_known = body.get("return_token_ids") in (None, False, True)
+    return None if is_known else Resume.NOT_TOLD
+
+
+class Asked:
+    """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
+    take both steps. only: the engine that has what the request goes on from."""
+
+    only: Engine | None = None
+
+    def __init__(
+        self, config: ProxyConfig, request: web.Request, body: Any, headers: Mapping[str, str]
+    ) -> None:
+        self.path, self.headers = request.path, headers
+        self._body = body = checked_body(body)
+        self._transcript: Transcript | None = None
+        self.endpoint = endpoint = ENDPOINTS[request.path]
+        tokens = prompt_tokens(body)
+        self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
+        self.prefix = NO_PREFIX
+        self.local_reason = local_prefill_reason(endpoint, body, config.min_prompt_tokens)
+        if config.affinity and endpoint.computes:
+            session = session_of(body, request.headers.get(SESSION_HEADER))
+            self.prefix = prefix_of(body, endpoint, session, tokens)
+
+    def kept(self, room: Room | None) -> Transcript | Resume:
+        """A transcript for a stream that can go on elsewhere, or why it cannot."""
+        if room is None:
+            return Resume.OFF
+        if (reason := refusal(self.endpoint, self._body, self.local_reason)) is not None:
+            return reason
+        transcript = Transcript(room, self._body, 0)
+        return transcript.refusal or transcript
 
     @property
-    def is_under_way(self) -> bool:
-        return self._decode is not None
+    def body(self) -> Mapping[str, Any]:
+        return self._body if self._transcript is None else self._transcript.body
 
-    async def prefill_payload(self, engine: Engine, key: str = "") -> Any:
-        """Payload for a prefill engine; asks the decode engine at the same time."""
-        await self.cancel()
-        if self._place is not None:
-            self.way = AtOnce.AGAIN
-        place = self.way or place_or_reason(engine)
-        if isinstance(place, AtOnce):
-            self.way = place
-            return self._payload(prefill_body(self._body, key), is_stream=False)
-        self._place, self._asked = place, engine
-        engine.num_waiting += 1
-        stream_key = secrets.token_hex(KEY_BYTES)
-        where = zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)
-        params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
-        body = decode_body(self._body, {**params, **dict(where)})
-        self._decode = asyncio.create_task(self._ask(body, engine))
-        return self._payload(prefill_body(self._body, key, stream_key), is_stream=False)
-
-    @property
-    def source(self) -> str:
-        return self._asked.name if self._asked is not None else ""
-
-    @property
-    def is_alone(self) -> bool:
-        """The prefill engine is lost, and the decode engine goes on."""
-        return self.is_under_way and self.way is AtOnce.ALONE
-
-    async def outlives(self, error: ProxyError) -> bool:
-        """True if the decode engine goes on after *error* of a prefill engine that is gone."""
-        engine = self._asked
-        if engine is None or not (error.kind == "lost" or is_dead(error)):
-            return False
-        engine.suspect()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CHECK_SECONDS):
-                while engine.suspected and engine.healthy:
-                    await asyncio.sleep(LOOK_SECONDS)
-        if not engine.healthy:
-            self.way = AtOnce.ALONE
-        return self.is_alone
-
-    async def check_place(self, params: Mapping[str, Any]) -> None:
-        """Let go of the decode engine if the prefill engine's answer names another side channel."""
-        engine, place = self._asked, self._place
-        if engine is None or place is None:
-            return
-        told = [params.get(name) for name in _PLACE_FIELDS]
-        if None not in told and told != [place.host, place.port, place.seal]:
-            engine.capabilities = UNKNOWN
-            await self.cancel()
-            self.way = AtOnce.SEVERAL
-
-    async def opened(self) -> Opened | ProxyError:
-        """The decode engine's answer, the caller's to close, or its failure."""
-        assert self._decode is not None  # asked for where it is under way
-        try:
-            opened = await asyncio.shield(self._decode)
-        except ProxyError as error:
-            self.way = AtOnce.FAILED
-            assert self._asked is not None  # as long as the decode engine is asked
-            self._asked.learn_again()
-            self._leave()
-            return error
-        self.way = self.way or AtOnce.STREAMED
-        self._leave()
-        return opened
-
-    async def cancel(self) -> None:
-        """Let go of the decode engine, which aborts the rest."""
-        decode = self._decode
-        if decode is None:
-            return
-        self._leave()
-        decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
-        await end_tasks([decode])
-
-    def _leave(self) -> None:
-        assert self._asked is not None  # as long as the decode engine is asked
-        self._asked.num_waiting -= 1
-        self._asked = self._decode = None
-
-
-def _close(decode: asyncio.Task[Opened]) -> None:
-    if decode.cancelled():
-        return
-    error = decode.exception()
-    if error is None:
-        decode.result().close()
-    elif not isinstance(error, ProxyError):
-        logger.error("failed to close a connection to a decode engine", exc_info=error)
+    async def forget(self, transcript: Transcript | None, num_bytes: int) -> None:
+        """Have *transcript* keep the body, of *num_bytes*, as far as it may be sent again."""
+        if transcript is not None and num_bytes <= SMALL_BYTES:
+            transcript.keep(self._body, num_bytes)
+        elif transcript is not None:
+            body = await in_steps(compacted(self._body))
+            transcript.keep(body, sum(map(len, encode(body))))
+        self._body, self._transcript = {}, transcript

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -15,25 +17,23 @@ from collections.abc import (
 )
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
+from prometheus_client import Counter
 
-from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import Deadline
-from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
+from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
+from vllm_commext.proxy.deadline import Deadline, end_tasks
 from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.access import engine_tls
+from vllm_commext.proxy.engines.pool import DECODE, NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
 from vllm_commext.proxy.http.body import encode
-from vllm_commext.proxy.http.connections import SOCKET_BYTES
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
-from vllm_commext.proxy.http.sse import Cached
 from vllm_commext.proxy.outcome import (
     DECODE_ANSWERS,
     DECODE_ASKED,
     PREFILL_ASKED,
     PREFILLED,
+    Cached,
     Losses,
     Mark,
     ProxyError,
@@ -41,7 +41,6 @@ from vllm_commext.proxy.outcome import (
 )
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.releases import Key, Releases, new_key
 from vllm_commext.proxy.session.response import (
     Opened,
     check_not_draining,
@@ -51,17 +50,95 @@ from vllm_commext.proxy.session.response import (
     read_answer,
     read_opening,
 )
-from vllm_commext.proxy.session.transcript import Edit, unedited
-from vllm_commext.proxy.session.two_step import Stream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
+KEY_BYTES = 16
+MAX_KEYS = 256
+GATHER_SECONDS = 0.02
+"""Between two requests to one engine."""
+CLOSE_SECONDS = 2.0
+RANK = "X-data-parallel-rank"
 PICK_INTERVAL_SECONDS = 0.05
 _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
+
+
+class Key(NamedTuple):
+    """Names a prefill to its engine; *value* is "" where that takes no keys."""
+
+    engine: Engine
+    authorization: str | None
+    model: str | None
+    value: str = ""
+
+
+def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
+    model = body.get("model") if isinstance(body.get("model"), str) else None
+    value = secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else ""
+    return Key(engine, headers.get("Authorization"), model, value)
+
+
+Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
+
+
+class Releases:
+    """Has prefill engines free at once what will not be read. *post* sends a completion of one
+    token whose parameters name the prefills' keys, *counted* counts them by outcome."""
+
+    def __init__(self, post: Post, counted: Counter) -> None:
+        self._post, self._counted = post, counted
+        self._waiting: dict[Key, list[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, key: Key) -> None:
+        target = key._replace(value="")
+        if key.value and target in self._waiting:
+            self._waiting[target].append(key.value)
+        elif key.value:
+            self._waiting[target] = [key.value]
+            self._begin(self._send_all(target))
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        await end_tasks(self._tasks)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_all(self, target: Key) -> None:
+        """Send keys while there are any, without waiting for answers."""
+        while keys := self._waiting[target]:
+            self._waiting[target] = keys[MAX_KEYS:]
+            ranks = target.engine.capabilities.key_ranks
+            for rank in ranks:
+                headers = {RANK: rank} if len(ranks) > 1 else {}
+                self._begin(self._send(target, headers, keys[:MAX_KEYS]))
+            await asyncio.sleep(GATHER_SECONDS)
+        del self._waiting[target]
+
+    async def _send(self, target: Key, headers: dict[str, str], keys: list[str]) -> None:
+        headers["Content-Type"] = "application/json"
+        if target.authorization is not None:
+            headers["Authorization"] = target.authorization
+        params = {"release": keys}
+        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        if target.model is not None:
+            body["model"] = target.model
+        try:
+            await self._post(target.engine, headers, body)
+        except ProxyError as error:
+            self._counted.labels("failed").inc(len(keys))
+            text = "%s may keep %d prefills that nobody reads until their leases end: %s"
+            logger.warning(text, target.engine.name, len(keys), error)
+        else:
+            self._counted.labels("sent").inc(len(keys))
 
 
 @dataclass(frozen=True)
@@ -77,22 +154,21 @@ class Prefilled:
 
 @dataclass(eq=False)
 class Payload:
-    """Request to an engine. tokens: about those of the prompt. is_stream: the answer is a stream.
-    only: the one engine that can answer. is_again: its prompt has been computed before. edit:
-    removes from its first events what the client has not asked for."""
+    """Request to an engine. tokens: about those of the prompt. only: the one engine that can
+    answer. is_again: its prompt has been computed before. edit: removes from its first events what
+    the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     tokens: int = 0
-    is_stream: bool = False
     prefix: Prefix = NO_PREFIX
     losses: Losses = field(default_factory=Losses)
     plan: Plan | None = None
     only: Engine | None = None
     is_again: bool = False
     marks: list[Mark] = field(default_factory=list[Mark])
-    edit: Edit = unedited
+    edit: Callable[[bytes], bytes] | None = None
 
     def __post_init__(self) -> None:
         self.endpoint = ENDPOINTS[self.path]
@@ -104,6 +180,10 @@ class Payload:
     def is_loading(self) -> bool:
         params = self.body.get("kv_transfer_params") or {}
         return bool(params.get("do_remote_prefill") or params.get("reuse_from"))
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.get("stream"))
 
     @property
     def streams(self) -> bool | None:
@@ -169,21 +249,25 @@ class Upstream:
         }
 
     async def prefill(
-        self, payload: Payload, failed: Sequence[Engine], stream: Stream
+        self,
+        payload: Payload,
+        failed: Sequence[Engine],
+        payload_of: Callable[[Engine, str], Awaitable[Payload]],
+        outlives: Callable[[ProxyError], Awaitable[bool]],
     ) -> Prefilled:
         """First step: another engine is asked if one cannot be reached or answers 5xx, unless the
-        decode engine of *stream* goes on. Raises `ProxyError`."""
+        request *outlives* that. *payload_of*: for an engine and a key. Raises `ProxyError`."""
 
         async def ask(engine: Engine, held: int) -> Prefilled:
             key = new_key(engine, payload.headers, payload.body)
             taken = await self._take_turn(engine, payload, held, PREFILL)
             try:
-                asked = await stream.prefill_payload(engine, key.value)
+                asked = await payload_of(engine, key.value)
                 params, cached, job = await self._prefill_on(engine, asked, held)
             except BaseException as error:
                 if not isinstance(error, ProxyError) or error.status >= 500:
                     self.releases.add(key)  # it may have ended well all the same
-                if isinstance(error, ProxyError) and await stream.outlives(error):
+                if isinstance(error, ProxyError) and await outlives(error):
                     error.can_retry = False
                 raise
             finally:
@@ -360,7 +444,8 @@ class Upstream:
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
         seconds = self.config.decode_timeout_seconds
-        bound = seconds if payload.is_stream else None
+        is_stream = payload.is_stream
+        bound = seconds if is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.working(payload.tokens))
             answer, job = self._expected(engine, payload, held)
@@ -377,7 +462,7 @@ class Upstream:
                 response = await self._post(engine, payload)
                 payload.mark(DECODE_ANSWERS, engine)
                 work.callback(response.close)
-                if payload.is_stream:
+                if is_stream:
                     _bound_socket(response)
                 first, cutter = await read_opening(
                     *(engine, response, payload.endpoint, payload.streams, payload.edit)

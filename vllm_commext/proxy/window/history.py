@@ -1,12 +1,22 @@
-"""Requests of the last minutes, in buckets of some seconds.  Pure: every time is an argument."""
+"""Requests of the last minutes, in buckets of some seconds, and the parts of each one's time.
+Pure: every time is an argument."""
 
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.outcome import Outcome
+from vllm_commext.proxy.outcome import (
+    DECODE_ANSWERS,
+    DECODE_ASKED,
+    PREFILL_ASKED,
+    PREFILLED,
+    Mark,
+    Outcome,
+    Phase,
+)
 
 SECONDS, NUM_BUCKETS = 5, 120
 MINUTE = 60 // SECONDS
@@ -64,13 +74,6 @@ class Bucket:
         ]
 
 
-def has_failed(outcome: Outcome) -> bool:
-    """True where neither the client nor an end of the proxy that was asked for caused it."""
-    if outcome.kind == "engine_error":
-        return outcome.status >= 500
-    return outcome.kind not in ("ok", "client_gone", "bad_request", "unauthorized", "shutdown")
-
-
 class History:
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -89,7 +92,7 @@ class History:
 
     def note(self, outcome: Outcome) -> bool:
         """Count a request that has ended; False where it failed or came late."""
-        bucket, has_failure = self._buckets[-1], has_failed(outcome)
+        bucket, has_failure = self._buckets[-1], outcome.has_failed
         counts, first = bucket.counts, outcome.first_token_seconds
         counts["ended"] += 1
         if outcome.status == 503 or has_failure:
@@ -125,3 +128,54 @@ class History:
         """Seconds of a bucket that have passed, at least one."""
         begin = max(bucket.number * SECONDS, self._began)
         return max(min(now, (bucket.number + 1) * SECONDS) - begin, 1.0)
+
+
+QUEUE, PREFILL, ASK, FIRST_TOKEN, DECODE, MOVE = PARTS = (
+    *("queue", "prefill", "ask", "first token", "decode", "move"),
+)
+
+
+class Part(NamedTuple):
+    """One step of a request, from *began* until *ended*, seconds of ``time.monotonic``; engine: its
+    name or ""."""
+
+    name: str
+    engine: str
+    began: float
+    ended: float
+
+
+_ENDS: dict[str, tuple[str, ...]] = {
+    PREFILL_ASKED: (QUEUE,),
+    PREFILLED: (PREFILL,),
+    DECODE_ASKED: (QUEUE, ASK, FIRST_TOKEN),
+    DECODE_ANSWERS: (ASK,),
+    Phase.OPENED: (QUEUE, ASK, FIRST_TOKEN),
+    Phase.RELAYING: (ASK, FIRST_TOKEN, MOVE),
+    Phase.MOVING: (DECODE,),
+    Phase.ASKED: PARTS,
+    Phase.DONE: PARTS,
+}
+_BEGINS = {
+    PREFILL_ASKED: PREFILL,
+    DECODE_ASKED: ASK,
+    DECODE_ANSWERS: FIRST_TOKEN,
+    Phase.RELAYING: DECODE,
+    Phase.MOVING: MOVE,
+    Phase.ASKED: QUEUE,
+}
+
+
+def parts_of(began: float, marks: Iterable[Mark]) -> list[Part]:
+    """All parts, as they ended.  A part that has not ended is left out."""
+    running, found, answers = {QUEUE: (began, "")}, list[Part](), ""
+    for at, what, engine in marks:
+        for name in _ENDS.get(what, ()):
+            if name in running:
+                since, asked = running.pop(name)
+                found.append(Part(name, asked, since, at))
+        if what == DECODE_ASKED:
+            answers = engine
+        if (name := _BEGINS.get(what)) is not None:
+            running[name] = at, engine or (answers if name == DECODE else "")
+    return found

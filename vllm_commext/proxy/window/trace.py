@@ -16,8 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from vllm_commext.proxy.outcome import Outcome
-from vllm_commext.proxy.window.history import has_failed
-from vllm_commext.proxy.window.timeline import parts_of
+from vllm_commext.proxy.window.history import parts_of
 
 LOOK_SECONDS, CLOSE_SECONDS = 0.25, 3.0
 MOST_KEPT = 4096
@@ -94,7 +93,7 @@ class Trace:
             **{"path": outcome.route.path, "placement": outcome.route.placement},
             **{"prompt.tokens": outcome.prompt_tokens, "answer.tokens": outcome.tokens},
         }
-        status = _FAILED if has_failed(outcome) else Status()
+        status = _FAILED if outcome.has_failed else Status()
         self._hand_on(
             *("request", traced.own, traced.parent, told, zero, outcome.began, now),
             *(SpanKind.SERVER, status),

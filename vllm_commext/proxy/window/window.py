@@ -19,11 +19,9 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.discovery import Registry
 from vllm_commext.proxy.engines.pool import Engine
-from vllm_commext.proxy.outcome import Outcome
+from vllm_commext.proxy.outcome import Outcome, Resume
 from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.reasons import Resume
-from vllm_commext.proxy.window.history import COLUMNS, SECONDS, History
-from vllm_commext.proxy.window.timeline import parts_of
+from vllm_commext.proxy.window.history import COLUMNS, SECONDS, History, parts_of
 
 LOOK_SECONDS = 1.0
 NUM_SHOWN, NUM_EVENTS = 50, 20

@@ -1,38 +1,178 @@
 """One attempt at a request: engines are chosen, one computes the prompt, one answers."""
 
+import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_commext.proxy.engines.choice import Plan
-from vllm_commext.proxy.engines.pool import DECODE, Engine
-from vllm_commext.proxy.http.endpoints import answer_id
-from vllm_commext.proxy.http.sse import Cached
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.engines.choice import Chooser, Plan
+from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, Latest, SideChannel
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
     LOCAL_PREFILL,
     STREAMED,
     TWO_STEP,
+    AtOnce,
+    Cached,
+    LocalPrefill,
     Losses,
-    Outcome,
     ProxyError,
     Route,
+    no_answer,
 )
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.phase import Life, Phase
-from vllm_commext.proxy.session.reasons import AtOnce, LocalPrefill
-from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.service import Asked, Service
-from vllm_commext.proxy.session.transcript import Edit, Transcript, unedited
-from vllm_commext.proxy.session.two_step import Stream
-from vllm_commext.proxy.session.upstream import Payload, Prefilled
+from vllm_commext.proxy.session.response import Opened, is_dead
+from vllm_commext.proxy.session.transcript import Room, Transcript
+from vllm_commext.proxy.session.two_step import Asked, decode_body
+from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 MAX_RESUMES = 4
+MAX_MOVES = 3
+"""Streams that move at a time: the more read at once, the longer each pauses."""
+_PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
+CHECK_SECONDS = 10.0
+"""Longest wait for a check of an engine that has broken a connection."""
+LOOK_SECONDS = 0.02
+
+
+class Service:
+    """Engines' access, placement and room (None: no stream is resumed), shared by all requests."""
+
+    def __init__(self, upstream: Upstream, chooser: Chooser) -> None:
+        self.upstream, self.chooser = upstream, chooser
+        self.config, self.metrics = upstream.config, upstream.metrics
+        self.keepers = Latest[str, Engine]()
+        self.room = Room(self.config.resume_bytes) if self.config.resume else None
+        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
+
+    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
+        """Engine that keeps the answer which *body* goes on from; None: any. Raises
+        `ProxyError`."""
+        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
+        engine = self.keepers.get(name) if isinstance(name, str) else None
+        if name is None or (engine is None and len(pool.engines) == 1):
+            return None
+        if engine is None:
+            raise no_answer(name, "this proxy knows no engine that has given it")
+        if not engine.usable or engine not in pool.members:
+            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
+        return engine
+
+
+@dataclass(eq=False)
+class Stream:
+    """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
+
+    _body: Mapping[str, Any]
+    _payload: Callable[[Mapping[str, Any]], Payload]
+    _ask: Callable[[Mapping[str, Any], Engine], Coroutine[Any, Any, Opened]]
+    way: AtOnce | None = None
+    _asked: Engine | None = None
+    _place: SideChannel | None = None
+    _decode: asyncio.Task[Opened] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._decode is not None
+
+    async def prefill_payload(self, engine: Engine, key: str = "") -> Payload:
+        """Payload for a prefill engine; asks the decode engine at the same time."""
+        await self.cancel()
+        if self._place is not None:
+            self.way = AtOnce.AGAIN
+        place = self.way or two_step.place_or_reason(engine)
+        if isinstance(place, AtOnce):
+            self.way = place
+            return self._payload(two_step.prefill_body(self._body, key))
+        self._place, self._asked = place, engine
+        engine.num_waiting += 1
+        stream_key = secrets.token_hex(KEY_BYTES)
+        where = zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
+        body = decode_body(self._body, {**params, **dict(where)})
+        self._decode = asyncio.create_task(self._ask(body, engine))
+        return self._payload(two_step.prefill_body(self._body, key, stream_key))
+
+    @property
+    def source(self) -> str:
+        return self._asked.name if self._asked is not None else ""
+
+    @property
+    def is_alone(self) -> bool:
+        """The prefill engine is lost, and the decode engine goes on."""
+        return self.is_under_way and self.way is AtOnce.ALONE
+
+    async def outlives(self, error: ProxyError) -> bool:
+        """True if the decode engine goes on after *error* of a prefill engine that is gone."""
+        engine = self._asked
+        if engine is None or not (error.kind == "lost" or is_dead(error)):
+            return False
+        engine.suspect()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_SECONDS):
+                while engine.suspected and engine.healthy:
+                    await asyncio.sleep(LOOK_SECONDS)
+        if not engine.healthy:
+            self.way = AtOnce.ALONE
+        return self.is_alone
+
+    async def check_place(self, params: Mapping[str, Any]) -> None:
+        """Let go of the decode engine if the prefill engine's answer names another side channel."""
+        engine, place = self._asked, self._place
+        if engine is None or place is None:
+            return
+        told = [params.get(name) for name in _PLACE_FIELDS]
+        if None not in told and told != [place.host, place.port, place.seal]:
+            engine.capabilities = UNKNOWN
+            await self.cancel()
+            self.way = AtOnce.SEVERAL
+
+    async def opened(self) -> Opened | ProxyError:
+        """The decode engine's answer, the caller's to close, or its failure."""
+        assert self._decode is not None  # asked for where it is under way
+        try:
+            opened = await asyncio.shield(self._decode)
+        except ProxyError as error:
+            self.way = AtOnce.FAILED
+            assert self._asked is not None  # as long as the decode engine is asked
+            self._asked.learn_again()
+            self._leave()
+            return error
+        self.way = self.way or AtOnce.STREAMED
+        self._leave()
+        return opened
+
+    async def cancel(self) -> None:
+        """Let go of the decode engine, which aborts the rest."""
+        decode = self._decode
+        if decode is None:
+            return
+        self._leave()
+        decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
+        await end_tasks([decode])
+
+    def _leave(self) -> None:
+        assert self._asked is not None  # as long as the decode engine is asked
+        self._asked.num_waiting -= 1
+        self._asked = self._decode = None
+
+
+def _close(decode: asyncio.Task[Opened]) -> None:
+    if decode.cancelled():
+        return
+    error = decode.exception()
+    if error is None:
+        decode.result().close()
+    elif not isinstance(error, ProxyError):
+        logger.error("failed to close a connection to a decode engine", exc_info=error)
 
 
 @dataclass(eq=False)
@@ -59,8 +199,9 @@ class Tries:
     def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
         self.decode += [one for one in engines if one.name == error.engine]
 
-    def note(self, opened: Opened) -> None:
-        self.answered_by = opened.engine
+    @property
+    def may_go_on(self) -> bool:
+        return self.num_resumed < MAX_RESUMES
 
     @property
     def is_again(self) -> bool:
@@ -140,11 +281,11 @@ class Attempt:
 
     def note_opened(self, opened: Opened) -> None:
         service = self._service
-        if self._asked.endpoint.keeps and (name := answer_id(opened.first)):
+        if self._asked.endpoint.keeps and (name := opened.answer_id):
             service.keepers.note(name, opened.engine)
         seconds = self.hand_over(opened)
         if seconds is not None and opened.cutter is not None:
-            service.planner.shared.handover.add(seconds)
+            opened.engine.load.shared.handover.add(seconds)
 
     def hand_over(self, opened: Opened) -> float | None:
         """Give the prefill's KV cache to the engine that answers; the seconds that passed since it
@@ -192,19 +333,21 @@ class Attempt:
         left = [tries.answered_by] if tries.answered_by is not None else []
         return tries.decode + itself + left
 
-    def _payload(self, body: Mapping[str, Any], is_stream: bool, edit: Edit = unedited) -> Payload:
+    def _payload(
+        self, body: Mapping[str, Any], edit: Callable[[bytes], bytes] | None = None
+    ) -> Payload:
         asked = self._asked
         losses = self._tries.losses
         return Payload(
-            *(asked.path, asked.headers, body, asked.tokens, is_stream, asked.prefix, losses),
+            *(asked.path, asked.headers, body, asked.tokens, asked.prefix, losses),
             *(self.plan, asked.only, self._tries.is_again, self.route.marks, edit),
         )
 
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
-        edit, is_stream = unedited, bool(body.get("stream"))
+        edit = None
         if (transcript := self._transcript) is not None:
             body, edit = transcript.asking(body), transcript.edit
-        payload = self._payload(body, is_stream, edit)
+        payload = self._payload(body, edit)
         return await self._service.upstream.decode(payload, avoided, self.route)
 
     def _stream(self) -> Stream:
@@ -241,9 +384,11 @@ class Attempt:
         """The first step, or None, counted by reason."""
         if (reason := self.local_reason) is None:
             body, failed = two_step.prefill_body(self._asked.body), self._tries.prefill
-            payload = self._payload(body, is_stream=False)
+            payload = self._payload(body)
             try:
-                prefilled = await self._service.upstream.prefill(payload, failed, stream)
+                prefilled = await self._service.upstream.prefill(
+                    *(payload, failed, stream.prefill_payload, stream.outlives)
+                )
             except ProxyError as error:
                 is_final = error.kind in (ENGINES_LOST, "overloaded")
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
@@ -264,109 +409,3 @@ class Attempt:
                 )
         self._service.metrics.local_prefills.labels(reason).inc()
         return None
-
-
-@dataclass(eq=False)
-class Steps:
-    """A request's way to an answer that has begun, by one attempt after the other."""
-
-    _service: Service
-    _asked: Asked
-    _outcome: Outcome
-    _transcript: Transcript | None
-    _life: Life
-    tries: Tries = field(default_factory=Tries)
-    _attempt: Attempt = field(init=False)  # the latest
-
-    @property
-    def may_go_on(self) -> bool:
-        return self.tries.num_resumed < MAX_RESUMES
-
-    async def open(self) -> Opened:
-        """Begin the answer. Raises `ProxyError`."""
-        while True:
-            attempt = self._next_attempt()
-            self._outcome.route = attempt.route
-            try:
-                opened = await self._take(attempt)
-                self._note_opened(attempt, opened)
-                return opened
-            except ProxyError as error:
-                self._life.enter(Phase.ASKED)
-                gave_up = self.tries.fail() >= self._service.config.request_attempts
-                if gave_up or not error.can_restart or error.side != DECODE:
-                    raise
-                attempt.blame(error)
-                self._service.metrics.restarts.labels(error.kind).inc()
-                text = "retrying request %s from the start: %s"
-                logger.warning(text, self._outcome.request_id, error)
-            finally:
-                attempt.release()
-
-    async def open_elsewhere(self, failure: ProxyError) -> Opened:
-        """Go on with an answer after *failure* of its engine."""
-        self.tries.go_on_elsewhere()
-        self.tries.blame(failure, self._service.upstream.decode_pool.engines)
-        return await self.open()
-
-    async def prepare(self, *, is_read: bool) -> None:
-        """Have the prompt computed for `go_on`, unless it is read where the answer is."""
-        self.tries.go_on_elsewhere()
-        attempt = self._next_attempt()
-        if not is_read:
-            attempt.choose()
-            await attempt.prefill()
-
-    async def go_on(self, changes: Mapping[str, Any]) -> Opened:
-        """Go on with an answer as prepared. *changes*: of the body."""
-        opened = await self._attempt.decode(changes)
-        self._attempt.hand_over(opened)
-        return opened
-
-    def note_moved(self, opened: Opened) -> None:
-        self._outcome.route = self._attempt.route
-        self.tries.note(opened)
-
-    def note_end(self, opened: Opened) -> None:
-        """Note how a whole answer came, and how it was expected to come."""
-        answer, plan, seconds = opened.answer, self._attempt.plan, self._outcome.first_token_seconds
-        if answer is None:
-            return
-        answer.end(time.monotonic())
-        self._outcome.tokens, self._outcome.per_token = answer.tokens, answer.per_token
-        expected = plan.expected if plan is not None and not self.tries.num_resumed else None
-        if expected is not None and seconds is not None and answer.tokens > 1:
-            metrics = self._service.metrics
-            first, each = metrics.expected_first_token, metrics.expected_per_token
-            first.labels("expected").observe(expected.first_token)
-            first.labels("real").observe(seconds)
-            each.labels("expected").observe(expected.per_token)
-            each.labels("real").observe(answer.per_token)
-
-    def release(self) -> None:
-        self._attempt.release()
-
-    def _next_attempt(self) -> Attempt:
-        self._attempt = Attempt(
-            *(self._service, self._asked, self.tries, self._transcript),
-            route=self._outcome.route.copy(),
-        )
-        return self._attempt
-
-    async def _take(self, attempt: Attempt) -> Opened:
-        attempt.choose()
-        self._life.enter(Phase.PLANNED)
-        if self._asked.endpoint.is_split:
-            if attempt.local_reason is None:
-                self._life.enter(Phase.PREFILLING)
-            if (opened := await attempt.prefill()) is not None:
-                return opened
-        return await attempt.decode({})
-
-    def _note_opened(self, attempt: Attempt, opened: Opened) -> None:
-        self._life.enter(Phase.OPENED)
-        self.tries.note(opened)
-        if not self.tries.num_resumed:
-            self._outcome.first_token_seconds = opened.opened_at - self._outcome.began
-        if opened.response.status < 400:
-            attempt.note_opened(opened)
