@@ -4,9 +4,7 @@ import asyncio
 import logging
 import os
 import re
-import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-_STARTS, _BURST_SECONDS = 4, 0.01
-"""Most requests taken up between two looks at all connections."""
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
@@ -78,8 +74,6 @@ class ProxyApp:
         self.num_in_flight = 0
         self.metrics.in_flight.set_function(lambda: self.num_in_flight)
         self._num_begun = 0
-        self._starts = asyncio.Semaphore(_STARTS)
-        self._begun_at = deque[float](maxlen=_STARTS)
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -169,22 +163,12 @@ class ProxyApp:
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             if self.trace is not None:
                 self.trace.begin(outcome, headers)
-            await self._take_turn()
             await intake.read(request)
             if not self.config.client_priority and isinstance(intake.body, dict):
                 intake.body.pop("priority", None)
             with self._admitted(request):
                 session = Session(self._service, request, intake, headers, outcome)
                 return await session.serve(request, intake)
-
-    async def _take_turn(self) -> None:
-        """Begin at once, or where many others have, between two looks at all connections."""
-        begun, now = self._begun_at, time.monotonic()
-        is_burst = len(begun) == _STARTS and now - begun[0] < _BURST_SECONDS
-        begun.append(now)
-        if is_burst:
-            async with self._starts:
-                await asyncio.sleep(0)
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:

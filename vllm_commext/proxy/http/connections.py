@@ -2,7 +2,8 @@
 
 Where there are too many, the one that has kept the proxy waiting longest (for a handshake, a head,
 or the rest of a body) is closed, if that is long enough; else the new one is refused. Requests that
-are not whole are parsed for a share of the time alone.
+are not whole are parsed for a share of the time alone. Of those that are, a few begin at a time,
+each client's in turn.
 """
 
 import asyncio
@@ -45,6 +46,8 @@ _FIRST_REQUEST_SECONDS = 10.0
 _BEGINNING_BYTES = 16 << 10
 """Of a request that is not whole: beyond that it is under way, and costs what bytes cost."""
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
+_STARTS = 4
+"""Most requests that begin between two looks at all connections."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -83,6 +86,9 @@ class Connections:
         self._begun: dict[Connection, None] = {}
         self._step: asyncio.TimerHandle | None = None
         self._next_step = 0.0
+        # Those with a request that is to begin, by client, and how many have begun in this turn.
+        self._ready: dict[str, dict[Connection, None]] = {}
+        self._num_taken = 0
         self.num_open = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:
@@ -145,6 +151,7 @@ class Connections:
     def leave(self, one: "Connection") -> None:
         self.serve(one)
         self._begun.pop(one, None)
+        self._ready.get(one.peer, {}).pop(one, None)
         self.num_open -= 1
         self._num_head_bytes -= one.num_head_bytes
         self._peers[one.peer].num_open -= 1
@@ -178,6 +185,27 @@ class Connections:
         self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
         self._plan_step()
 
+    def take_up(self, one: "Connection") -> None:
+        """Begin a request: at once, or in its client's turn where many come at once."""
+        if not self._num_taken:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._num_taken < _STARTS:
+            self._num_taken += 1
+            one.take_up()
+        else:
+            one.hold()
+            self._ready.setdefault(one.peer, {})[one] = None
+
+    def _next_turn(self) -> None:
+        self._num_taken = 0
+        while self._ready and self._num_taken < _STARTS:
+            peer = next(iter(self._ready))
+            if ones := self._ready.pop(peer):
+                one = next(iter(ones))
+                del ones[one]
+                self._ready[peer] = ones
+                self.take_up(one)
+
     def take_head(self, one: "Connection", num_bytes: int) -> bool:
         one.num_head_bytes += num_bytes
         self._num_head_bytes += num_bytes
@@ -198,7 +226,7 @@ class Connection(web.RequestHandler):
     ) -> None:
         super().__init__(manager, loop=loop, **_HTTP)
         self._all = of_all
-        self._reads_body = self._is_made = False
+        self._reads_body = self._is_made = self._is_held = False
         self._beginning = b""
         self._first: asyncio.TimerHandle | None = None
         self.peer = ""
@@ -263,19 +291,30 @@ class Connection(web.RequestHandler):
             self.cut()
             return
         is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
-        if is_large or _is_whole(self._beginning):
-            self._all.serve(self)
+        if not (is_large or _is_whole(self._beginning)):
+            self._all.look_later(self)
+            return
+        self._all.serve(self)
+        if self._reads_body:
             self.take_up()
         else:
-            self._all.look_later(self)
+            self._all.take_up(self)
 
     def _count_head(self, num_before: int) -> bool:
         num_bytes = _end_of_heads(self._beginning) - num_before
         return self._all.take_head(self, max(num_bytes, 0))
 
+    def hold(self) -> None:
+        """Take in no more until it is taken up."""
+        self._is_held = True
+        self._client.pause_reading()
+
     def take_up(self) -> None:
         """Parse what has come of a request."""
         data, self._beginning = self._beginning, b""
+        if self._is_held:
+            self._is_held = False
+            self._client.resume_reading()
         if data:
             super().data_received(data)
 

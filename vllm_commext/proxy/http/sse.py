@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_commext.proxy.http.body import decode
@@ -84,12 +84,12 @@ def opening_error(events: bytes) -> tuple[int, bytes] | None:
     the stream's."""
     if b'"error"' not in events:
         return None
-    for content in _contents(events) or ():
-        error = content.get("error")
+    for content in _contents(events):
+        error = content.get("error") if content is not None else None
         if isinstance(error, dict):
             code = error.get("code")
             return (code if isinstance(code, int) else 500), json.dumps(content).encode()
-        if not (_is_void(content) or _is_role_alone(content)):
+        if not _holds_nothing(content):
             break
     return None
 
@@ -97,7 +97,7 @@ def opening_error(events: bytes) -> tuple[int, bytes] | None:
 def opens_aborted(events: bytes) -> bool:
     if _ABORT not in events:
         return False
-    contents = _contents(events) or []
+    contents = [content or {} for content in _contents(events)]
     said = [_says(choice) for content in contents for choice in _choices(content)]
     return not any(said) and any(map(_has_aborted, contents))
 
@@ -126,8 +126,11 @@ def _says(choice: Mapping[str, Any]) -> bool:
 def says_nothing(events: bytes) -> bool:
     """True for a chat's role, usage, an event that holds nothing, or the end mark alone, as vLLM
     0.32 ends a completion that is aborted before its first token."""
-    contents = _contents(events)
-    return contents is not None and all(_is_void(one) or _is_role_alone(one) for one in contents)
+    return all(map(_holds_nothing, _contents(events)))
+
+
+def _holds_nothing(content: dict[str, Any] | None) -> bool:
+    return content is not None and (_is_void(content) or _is_role_alone(content))
 
 
 def _is_void(content: Mapping[str, Any]) -> bool:
@@ -136,24 +139,25 @@ def _is_void(content: Mapping[str, Any]) -> bool:
     return all(value is None or name in _ENVELOPE for name, value in content.items())
 
 
-def _contents(events: bytes) -> list[dict[str, Any]] | None:
-    """JSON objects of *events*; None if there is other data, or much."""
-    contents: list[dict[str, Any]] = []
+def _contents(events: bytes) -> Iterator[dict[str, Any] | None]:
+    """JSON objects of *events*, each decoded when it is asked for; None at other data, or for much,
+    and nothing behind it."""
     if MAX_DECODED_BYTES < len(events) <= MAX_READ_BYTES:
         events = _NUMBERS.sub(b"[]", events)
     if len(events) > MAX_DECODED_BYTES:
-        return None
+        yield None
+        return
     for line in events.split(b"\n"):
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
         try:
             content = decode(line[5:])
         except (ValueError, RecursionError):
-            return None
+            content = None
         if not isinstance(content, dict):
-            return None
-        contents.append(content)
-    return contents
+            yield None
+            return
+        yield content
 
 
 def _is_role_alone(content: dict[str, Any]) -> bool:

@@ -296,6 +296,8 @@ class Transcript:
         self._field = ""
 
     def pass_on(self, events: bytes) -> bytes:
+        if self.refusal is not None and not self.has_failed and _IDS not in events:
+            return events
         if events.find(_END) == len(events) - len(_END):
             return self._pass_on(events)
         return b"".join(self._pass_on(event + _END) for event in events.split(_END) if event)
