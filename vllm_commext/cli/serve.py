@@ -110,12 +110,12 @@ def _serve(request: Request, folder: Path, logs: Path) -> int:
     url, token = commands[-1].url, secrets.token_urlsafe(18)
     (folder / plan.TOKEN).write_text(token)
     example = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d " + (
-        f"""'{{"model": "{request.model}", "prompt": "Hello", "max_tokens": 16}}'"""
+        f"""'{{"model": "{request.served_name}", "prompt": "Hello", "max_tokens": 16}}'"""
     )
     say(f"{len(commands) - 1} engines and the proxy start; logs: {logs}")
 
     def on_ready() -> None:
-        say(f"serves {request.model} at {url}/v1\n  {example}")
+        say(f"serves {request.served_name} at {url}/v1\n  {example}")
         say(f"what it does, in a browser: {commands[-1].admin_url}/#{token}")
 
     status = asyncio.run(Supervisor(commands, logs, say, on_ready).run())

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
@@ -63,6 +64,15 @@ class Request:
                     f"{option} after --: expected options of vllm serve other than "
                     f"{', '.join(OURS)}, which this command sets; leave it out"
                 )
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in requests."""
+        for option, value in pairwise((*self.engine_args, "")):
+            name, equals, given = option.partition("=")
+            if name.replace("_", "-") == "--served-model-name":
+                return given if equals else value
+        return self.model
 
     def groups(self) -> list[tuple[str, ...]]:
         """GPUs of each engine."""

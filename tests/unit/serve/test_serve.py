@@ -56,6 +56,18 @@ def test_variables_of_the_user_win_over_defaults_for_cpus() -> None:
     assert commands(on_cpu)[0].environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (("--seed", "1"), "m"),
+        (("--served-model-name", "a", "b"), "a"),
+        (("--seed", "1", "--served_model_name=a"), "a"),
+    ],
+)
+def test_requests_name_the_model_as_its_engines_do(args: tuple[str, ...], name: str) -> None:
+    assert replace(REQUEST, engine_args=args).served_name == name
+
+
 def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a model", "--engines", "1", "--print", "--", "--seed", "2"]) == 0
     engine, proxy = capsys.readouterr().out.splitlines()
