@@ -11,13 +11,8 @@ PYTHONS ?= 3.12 3.13
 MATRIX ?= 0.32.0 0.33.0
 OTHER ?= 0.32.0
 LONG_TOKENS ?= 2500
-MODEL ?= smollm2
-TP ?= 1
-P_TP ?= $(TP)
-D_TP ?= $(TP)
 SHOW ?=
 ATTACK_OUT ?= attack-report
-REQUESTS ?= 32
 SEED ?= 1
 CHAOS_REQUESTS ?= 2000
 FAULTS ?= 114
@@ -39,8 +34,6 @@ AFTER := nice -n 2
 COMPILED := $(VENV)/commext-compiled-stamp
 BEGAN := $(shell date +%s)
 REPORTS := build/servers.xml build/pure.xml
-DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
-	--requests $(REQUESTS) $(if $(filter-out 0,$(SHOW)),--show)
 
 .PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env digests canary mixed rolling test-matrix stress-shm \
 	qemu sanitize clean help
@@ -48,8 +41,8 @@ DEMO_ARGS := --model $(MODEL) --p-tp $(P_TP) --d-tp $(D_TP) \
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## vllm-commext serve with a pretrained model, beside one server: an engine killed, one drained; SHOW=1 leaves it running; MODEL=llama or granite1 P_TP=1 D_TP=2 REQUESTS=32: prefill and decode servers
-	$(BIN)/python -m tests.kit.demo $(DEMO_ARGS)
+demo: env ## vllm-commext serve with a pretrained model, beside one server: an engine killed, one drained; SHOW=1 leaves it running
+	$(BIN)/python -m tests.kit.demo $(if $(filter-out 0,$(SHOW)),--show)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; about seven minutes on two cores
 	@rm -f $(REPORTS)
@@ -83,11 +76,8 @@ long: env ## Tests that `make test` has no time for, property tests with more ex
 	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m "long or hypothesis" $(PYTEST_ARGS)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
-nightly: env ## Everything that runs here and takes hours: the demos, long, chaos, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
+nightly: env ## Everything that runs here and takes hours: the demo, long, chaos, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
 	$(MAKE) demo
-	$(MAKE) demo P_TP=3 D_TP=1
-	$(MAKE) demo MODEL=llama
-	$(MAKE) demo MODEL=granite1 P_TP=1 D_TP=2 REQUESTS=8
 	$(MAKE) long chaos fuzz mutants test-matrix mixed rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 

@@ -61,7 +61,7 @@ def announced(root: Path) -> Iterator[str]:
 
 
 def trial(version: str, nixl: str) -> Iterator[str]:
-    """What fails in an environment of that vLLM: of the contract tests and the demo."""
+    """What fails in an environment of that vLLM: of the contract tests and of prompts that are handed over."""
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "cpu_env.py", VENV, "--vllm", version, "--nixl", nixl],
         check=False,
@@ -72,7 +72,10 @@ def trial(version: str, nixl: str) -> Iterator[str]:
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for what, command in (
         ("the contract tests", ("-m", "pytest", "-q", "-n", "2", "tests/contract")),
-        ("the demo", ("-m", "tests.kit.demo", "--requests", "8")),
+        (
+            "handovers",
+            ("-m", "pytest", "-q", "tests/cpu/test_topologies.py", "-k", "llama and own"),
+        ),
     ):
         done = subprocess.run([python, *command], cwd=ROOT, env=environment, check=False)
         if done.returncode:

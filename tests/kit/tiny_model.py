@@ -6,7 +6,6 @@ a KV connector on such weights cannot fail.
 """
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -107,21 +106,6 @@ def _save(model: Any, folder: Path, renames: Mapping[str, str]) -> None:
         for old, new in renames.items():
             tensors = {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, path, metadata={"format": "pt"})
-
-
-def kv_bytes_per_token(folder: Path | str) -> int:
-    """Bytes of KV cache a token takes in all layers of a tiny Llama, in its own dtype.
-
-    Raises ``ConfigError`` for other architectures: windows and states take no fixed number a token.
-    """
-    config = json.loads((Path(folder) / "config.json").read_text())
-    if config["model_type"] != "llama":
-        raise ConfigError(
-            f"KV bytes a token: expected model type 'llama', got {config['model_type']!r}; "
-            "measure what is transferred instead"
-        )
-    heads: int = config["num_key_value_heads"] * config["num_hidden_layers"]
-    return 2 * heads * config["head_dim"] * ITEM_BYTES[config["dtype"]]
 
 
 def _draw_weights(model: Any, kind: Kind, seed: int) -> None:

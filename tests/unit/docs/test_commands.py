@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.demo import __main__ as demo
 from tests.unit.docs.documents import ROOT, Command, commands, documents, name_of
 from vllm_commext.cli import main
 from vllm_commext.nixl.config import KNOWN_KEYS
@@ -48,8 +47,6 @@ def assert_our_own_parse(command: Command) -> None:
     words = list(command.words)
     if words[0] == "vllm-commext":
         main._build_parser(main.COMMANDS).parse_args(words[1:])
-    if called(command).startswith("examples/cpu_demo/"):
-        demo.parser().parse_args(words[1:])
 
 
 def assert_variables_exist(command: Command) -> None:

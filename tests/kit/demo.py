@@ -1,30 +1,37 @@
-"""The demo with a pretrained model: `vllm-commext serve` with two engines, beside one server. An
+"""``python -m tests.kit.demo``: `vllm-commext serve` with a pretrained model, beside one server. An
 engine is killed and another one drained while each gives a long answer."""
 
+import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from tests.kit import cluster
-from tests.kit.demo.report import Claim, Noise, verdict
-from tests.kit.demo.scenario import Scenario
 from tests.kit.metrics import scrape
-from tests.kit.parity import Completion, chat_completion, complete
+from tests.kit.parity import Completion, chat_completion, compare, complete, near_enough
 from tests.kit.processes import stat_of
-from tests.kit.servers import CPU_ENVIRON, Server, free_port
+from tests.kit.servers import CPU_ENVIRON, Server, VllmServer, free_port
+from tests.kit.smollm2 import write_smollm2
+from vllm_commext.errors import CommextError
 
+ARGS = (
+    *("--max-model-len", "4096", "--no-enable-prefix-caching"),
+    *("--num-gpu-blocks-override", "256"),
+)
 MAX_TOKENS, LONG_TOKENS = 40, 120
-# Nats: float32 over 30 layers, added up in another order.
-NOISE = Noise(1e-4, allows_ties=True)
+NOISE = 1e-4
+"""Nats: float32 over 30 layers, added up in another order."""
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -35,20 +42,49 @@ QUESTIONS = (
 BEGUN_SECONDS = 1.0
 """Of a long answer, before something happens to its engine."""
 BACK_SECONDS = 300.0
+WATCH_SECONDS = 1.0
 WINDOW = "in a browser:"
 Answer = tuple[str, Completion]
 
 
-class ServeScenario(Scenario):
-    args = (
-        *("--max-model-len", "4096", "--no-enable-prefix-caching"),
-        *("--num-gpu-blocks-override", "256"),
-    )
+class Claim(NamedTuple):
+    text: str
+    held: bool
+    detail: str
+
+
+def verdict(claims: Sequence[Claim]) -> str:
+    """A line a claim, then the verdict."""
+    lines = [
+        f"{'ok  ' if claim.held else 'FAIL'}  {claim.text} ({claim.detail})" for claim in claims
+    ]
+    broken = sum(not claim.held for claim in claims)
+    end = f"{broken} of {len(claims)} did NOT hold" if broken else f"all {len(claims)} held"
+    return "\n".join([*lines, f"VERDICT: {end}"])
+
+
+def equal(expected: Completion, got: Completion) -> bool:
+    """The same tokens with the same log probabilities, up to a token that is as likely."""
+    found = compare(expected, got, 2 * NOISE)
+    tokens = zip(expected.token_ids, got.token_ids, strict=False)
+    is_other = any(one != two for one, two in tokens)
+    is_near = is_other and found.max_logprob <= 2 * NOISE
+    return found.equal or (is_near and near_enough(expected, got, NOISE))
+
+
+class Demo:
+    """One run, which prints as it goes."""
+
+    def __init__(self, folder: Path, *, stays: bool) -> None:
+        self.folder, self.stays = folder, stays
+        self.started = time.monotonic()
+        self.claims: list[Claim] = []
 
     def run(self) -> bool:
-        self.options.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.say(f"making the model, logs in {self.folder}")
         with _compiling():
-            self.model = self.write_model()
+            self.model = write_smollm2()
         served = self.serve()
         with served:
             served.wait_for_log(WINDOW, BACK_SECONDS)
@@ -56,36 +92,44 @@ class ServeScenario(Scenario):
             got = [_ask(served, one) for one in QUESTIONS]
             self.say(f"an answer of {LONG_TOKENS} tokens; its engine is killed meanwhile")
             name, answer = _long_while(served, got[0][1].prompt, served.kill)
-            with self.plain_server(1) as server:
+            with self.plain_server() as server:
                 self.claim_equal([_ask(server, one) for one in QUESTIONS], got)
                 self.long = _long(server, got[0][1].prompt)
             self.claim_went_on("is killed", "resumes", served, name, answer)
             self.claim_back(served, name)
             self.show_drain(served)
-            if self.options.show:
+            if self.stays:
                 print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
-                self.keep([served])
+                self.keep(served)
             self.say("SIGTERM: it drains and ends")
             self.claims.append(served.claim_end())
         print(f"\n{verdict(self.claims)}", flush=True)
         return all(claim.held for claim in self.claims)
 
+    def say(self, text: str) -> None:
+        """A progress line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)
+
+    def plain_server(self) -> VllmServer:
+        self.say("starting a single server without this package, for reference")
+        return cluster.plain_server("single", self.model, self.folder, args=ARGS)
+
     def serve(self) -> "Served":
         self.say("starting two engines and the proxy by `vllm-commext serve`")
-        port, folder = free_port(), self.options.folder
+        port, folder = free_port(), self.folder
         command = [sys.executable, "-m", "vllm_commext", "serve", str(self.model)]
         command += ["--engines", "2", "--port", str(port), "--logs", str(folder), "--"]
-        command += [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME, *self.args]
+        command += [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME, *ARGS]
         return Served("serve", command, folder, port=port, environ=CPU_ENVIRON)
 
     def claim_equal(self, expected: Sequence[Answer], got: Sequence[Answer]) -> None:
-        equal = 0
+        num_equal = 0
         for question, (text, one), (other, two) in zip(QUESTIONS, expected, got, strict=True):
             print(f"  question     {question}")
             print(f"  one server   {shorten(text, 100)}\n  two engines  {shorten(other, 100)}\n")
-            equal += NOISE.compare(one, two).equal
-        text, detail = "answers equal one server's", f"{equal} of {len(got)}"
-        self.claims.append(Claim(text, equal == len(got), detail))
+            num_equal += equal(one, two)
+        text, detail = "answers equal one server's", f"{num_equal} of {len(got)}"
+        self.claims.append(Claim(text, num_equal == len(got), detail))
 
     def claim_back(self, served: "Served", name: str) -> None:
         self.say(f"waiting until {name} is back")
@@ -104,11 +148,19 @@ class ServeScenario(Scenario):
     def claim_went_on(
         self, what: str, metric: str, served: "Served", name: str, answer: Completion
     ) -> None:
-        found = NOISE.compare(self.long, answer)
+        is_equal = equal(self.long, answer)
+        told = "all equal" if is_equal else str(compare(self.long, answer))
         went = scrape(served.url).total(f"commext_proxy_{metric}_total", result="resumed")
         text = f"an answer goes on right at the other engine when its own {what}"
-        detail = f"{name}; {LONG_TOKENS} tokens, {found if not found.equal else 'all equal'}"
-        self.claims.append(Claim(text, found.equal and went == 1, f"{detail}; {went:g} {metric}"))
+        detail = f"{name}; {LONG_TOKENS} tokens, {told}; {went:g} {metric}"
+        self.claims.append(Claim(text, is_equal and went == 1, detail))
+
+    def keep(self, served: "Served") -> None:
+        """Leave it up until Ctrl-C, or until it ends."""
+        self.say("all stays up until Ctrl-C")
+        with suppress(KeyboardInterrupt):
+            while served.running():
+                time.sleep(WATCH_SECONDS)
 
 
 class Served(Server):
@@ -200,3 +252,35 @@ def _long(
         stream=True,
         on_begin=on_begin,
     )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=__doc__)
+    told = "leave it up afterwards, until Ctrl-C"
+    made.add_argument("--show", action="store_true", help=told)
+    told = "for the servers' logs; default: a temporary one, kept on failure"
+    made.add_argument("--folder", type=Path, help=told)
+    return made
+
+
+def main() -> int:
+    """0: everything held; 1: something did not; 2: it cannot run here."""
+    args, held = parser().parse_args(), False
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
+    try:
+        held = Demo(folder.resolve(), stays=args.show).run()
+    except CommextError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if held and args.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            print(f"The servers' logs are in {folder}", file=sys.stderr)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Prefill and decode servers on this machine, proven equal to one server."""
