@@ -61,7 +61,7 @@ def announced(root: Path) -> Iterator[str]:
 
 
 def trial(version: str, nixl: str) -> Iterator[str]:
-    """What fails in an environment of that vLLM: of the contract tests and of prompts that are handed over."""
+    """What fails in an environment of that vLLM: of the contract tests and of a hand-over."""
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "cpu_env.py", VENV, "--vllm", version, "--nixl", nixl],
         check=False,

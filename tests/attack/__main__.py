@@ -4,8 +4,7 @@
 
 Each victim starts at a soft limit of 1,024 descriptors. While an attack lasts, others are served
 within 100 ms, the victim's memory grows by at most 64 MiB, and everything is free again within 5 s
-of the attacker's end. `refused` is another kind: many requests through real servers, after which
-none of them is held. Exit status: 0 where all of that held, 1 where not.
+of the attacker's end. Exit status: 0 where all of that held, 1 where not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 from tests.attack import proxy_attacks, share_attacks, side_attacks
-from tests.attack import refused as refused_requests
 from tests.attack.judge import Attack, Verdict, judge
 
 ATTACKS: tuple[Attack, ...] = (
@@ -30,10 +28,9 @@ _HEAD = (
 def main() -> int:
     """Run the attacks that are asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*(attack.name for attack in ATTACKS), refused_requests.NAME]
+    names = [attack.name for attack in ATTACKS]
     parser.add_argument("--only", action="append", choices=names, help="repeat it for several")
     parser.add_argument("--out", type=Path, help="folder for logs and the table")
-    parser.add_argument("--requests", type=int, default=10_000, help="of the attack `refused`")
     args = parser.parse_args()
     folder: Path = args.out or Path(tempfile.mkdtemp(prefix="commext-attack-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,10 +44,6 @@ def main() -> int:
     (folder / "attacks.md").write_text(table + "\n")
     print(f"\n{table}\n\nlogs: {folder}", flush=True)
     problems = [problem for verdict in verdicts for problem in verdict.problems]
-    if not args.only or refused_requests.NAME in args.only:
-        line, found = refused_requests.refused(folder / refused_requests.NAME, args.requests)
-        print(f"{line}: {'; '.join(found) or 'held'}")
-        problems += found
     return 1 if problems else 0
 
 
