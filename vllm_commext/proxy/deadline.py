@@ -87,28 +87,6 @@ class Deadline(_Watch):
             self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
 
 
-class UploadWatch(_Watch):
-    """`with UploadWatch(...) as watch: ...` raises `TimeoutError` when less has come than
-    *bytes_per_second* after *grace_seconds*. num_bytes: what has come, for the caller to set."""
-
-    def __init__(self, grace_seconds: float, bytes_per_second: float) -> None:
-        super().__init__(set())
-        self._grace_seconds = grace_seconds
-        self._bytes_per_second = bytes_per_second
-        self.num_bytes = 0
-
-    def _begin(self) -> None:
-        self._began = self._loop.time()
-        self._timer = self._loop.call_later(self._grace_seconds, self._look)
-
-    def _look(self) -> None:
-        end = self._began + self._grace_seconds + self.num_bytes / self._bytes_per_second
-        if self._loop.time() >= end:
-            self._interrupt(TimeoutError)
-        else:
-            self._timer = self._loop.call_at(end, self._look)
-
-
 class StreamWatch(_Watch):
     """Bounds a stream's waits by one timer. Call `reading` before each wait for the engine and
     `writing` before each for the client; *since* is the loop's time of that call. Raises

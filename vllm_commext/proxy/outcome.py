@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_commext.errors import CommextError, Reason
@@ -72,6 +72,7 @@ class EngineAnswer:
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
 
+@dataclass(eq=False, repr=False)
 class ProxyError(CommextError):
     """Ends a request: HTTP *status*, a *kind* (a metric label), and the *side* at fault.
 
@@ -79,26 +80,18 @@ class ProxyError(CommextError):
     from its first step: the engine failed it, and the client has seen nothing.
     """
 
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        *,
-        side: str = SIDE_PROXY,
-        engine: str | None = None,
-        can_retry: bool = False,
-        can_restart: bool = False,
-        answer: EngineAnswer | None = None,
-    ) -> None:
+    status: int
+    kind: str
+    message: InitVar[str]
+    _: KW_ONLY
+    side: str = SIDE_PROXY
+    engine: str | None = None
+    can_retry: bool = False
+    can_restart: bool = False
+    answer: EngineAnswer | None = None
+
+    def __post_init__(self, message: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.side = side
-        self.engine = engine
-        self.can_retry = can_retry
-        self.can_restart = can_restart
-        self.answer = answer
 
     def in_a_stream(self) -> dict[str, Any]:
         """Error object for a stream that has begun: the engine's own, if it is one."""

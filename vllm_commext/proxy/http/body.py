@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Generator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -61,6 +62,7 @@ _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_AT_ONCE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,19 @@ def decode(text: bytes | bytearray | memoryview) -> Any:
         return json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
 
 
-async def in_steps(work: Generator[None, None, T]) -> T:
-    """Run *work* for at most `STEP_SECONDS` at a time."""
+async def in_steps(
+    work: Generator[None, None, T],
+    turn: AbstractAsyncContextManager[None] = _AT_ONCE,
+    pause_seconds: float = 0.0,
+) -> T:
+    """Run *work* for at most `STEP_SECONDS` at a time, each time in a *turn* with a pause."""
     try:
         while True:
-            end = time.perf_counter() + STEP_SECONDS
-            while time.perf_counter() < end:
-                next(work)
-            await asyncio.sleep(0)
+            async with turn:
+                end = time.perf_counter() + STEP_SECONDS
+                while time.perf_counter() < end:
+                    next(work)
+                await asyncio.sleep(pause_seconds)
     except StopIteration as done:
         return done.value
 

@@ -1,14 +1,12 @@
 """Reading a request's body: bounded in time, in bytes, and in the bytes of all bodies."""
 
 import asyncio
-import time
 from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.proxy.config import MIB, ProxyConfig
-from vllm_commext.proxy.deadline import UploadWatch
-from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, STEP_SECONDS, members_of
+from vllm_commext.proxy.http.body import LARGE_BODY_BYTES, STEP_SECONDS, in_steps, members_of
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 SMALL_BODY_BYTES = MIB
@@ -57,8 +55,8 @@ class Intake:
             )
         seconds, rate = self._config.client_timeout_seconds, self._config.upload_bytes_per_second
         try:
-            with UploadWatch(seconds, rate) as watch:
-                raw = await self._read_raw(request, watch)
+            async with asyncio.timeout(seconds) as bound:
+                raw = await self._read_raw(request, bound)
         except TimeoutError as error:
             message = (
                 f"the request's body did not arrive within {seconds} s and a second for each "
@@ -74,18 +72,20 @@ class Intake:
         self._budget.give_back(self.num_bytes)
         self.num_bytes, self.body = 0, None
 
-    async def _read_raw(self, request: web.Request, watch: UploadWatch) -> bytes | bytearray:
-        most = self._config.max_body_bytes
+    async def _read_raw(self, request: web.Request, bound: asyncio.Timeout) -> bytes | bytearray:
+        most, end = self._config.max_body_bytes, bound.when()
+        assert end is not None  # as every body has a bound
         announced = request.content_length or 0
         raw: bytes | bytearray = b""
         if announced > most:
             raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
         async for piece in request.content.iter_any():
-            watch.num_bytes = len(raw) + len(piece)
-            if watch.num_bytes > most:
+            num_bytes = len(raw) + len(piece)
+            bound.reschedule(end + num_bytes / self._config.upload_bytes_per_second)
+            if num_bytes > most:
                 raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
-            self._budget.take(len(piece), max(announced, watch.num_bytes))
-            self.num_bytes += len(piece)
+            self._budget.take(len(piece), max(announced, num_bytes))
+            self.num_bytes = num_bytes
             if isinstance(raw, bytearray):
                 raw += piece
             elif raw:
@@ -96,14 +96,6 @@ class Intake:
 
     async def _decoded(self, raw: bytes | bytearray) -> Any:
         taking_apart = members_of(raw)
-        try:
-            if len(raw) <= LARGE_BODY_BYTES:
-                next(taking_apart)
-            while True:
-                async with self._budget.turns:
-                    end = time.perf_counter() + STEP_SECONDS
-                    while time.perf_counter() < end:
-                        next(taking_apart)
-                    await asyncio.sleep(STEP_SECONDS)
-        except StopIteration as end:
-            return end.value
+        if len(raw) <= LARGE_BODY_BYTES:
+            return await in_steps(taking_apart)
+        return await in_steps(taking_apart, self._budget.turns, STEP_SECONDS)

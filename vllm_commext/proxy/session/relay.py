@@ -116,7 +116,7 @@ class Relay:
 
     @property
     def _held(self) -> bytes:
-        return self._transcript.held if self._transcript is not None else b""
+        return (self._transcript.held or b"") if self._transcript is not None else b""
 
     def _lost(self) -> Losses:
         if self._transcript is not None:
@@ -144,7 +144,7 @@ class Relay:
             if ready:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
-            if transcript is not None and transcript.has_failed:
+            if transcript is not None and transcript.held is not None:
                 raise failure_told(opened.engine, self._held, self._lost())
             watch.reading()
             if self._leaves:

@@ -76,8 +76,11 @@ class Room:
         self._left, self._most = max_bytes, int(max_bytes * MAX_SHARE)
         self._taken: dict[Transcript, int] = {}
 
+    def taken(self, holder: "Transcript") -> int:
+        return self._taken.get(holder, 0)
+
     def take(self, holder: "Transcript", num_bytes: int) -> bool:
-        total = self._taken.get(holder, 0) + num_bytes
+        total = self.taken(holder) + num_bytes
         if total > self._most:
             return False
         while num_bytes > self._left:
@@ -181,12 +184,12 @@ class Replay:
 
 class Transcript:
     """Tokens and text that a client has. refusal: why its stream is not resumed. hides_ids: it has
-    not asked for ids. edit: for an answer's beginning. has_failed: the engine gave the stream up
-    (*held* is its event for that), or answers otherwise."""
+    not asked for ids. edit: for an answer's beginning. held: the event by which its engine gave up,
+    b"" where that answers otherwise, None while it has not failed."""
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
         self._room = room
-        self._num_taken, self._num_bytes = 0, num_bytes
+        self._num_bytes = num_bytes
         self.hides_ids = not body.get("return_token_ids")
         self.edit = without_prompt if self.hides_ids else None
         self._ids, self._pieces = array("i"), array("i")
@@ -198,8 +201,7 @@ class Transcript:
         self._field = ""
         self._raw_ids, self._raw_text = bytearray(), bytearray()
         self._renames: tuple[tuple[bytes, bytes], ...] | None = ()
-        self.has_failed = False
-        self.held = b""
+        self.held: bytes | None = None
         self.refusal: Resume | None = None
         self.body: Mapping[str, Any] = {}
         self._take_room()
@@ -235,9 +237,13 @@ class Transcript:
 
     def begin_again(self) -> None:
         self.settle()
-        self.has_failed, self.held, self._num_resumed = False, b"", self._num_resumed + 1
+        self.held, self._num_resumed = None, self._num_resumed + 1
         self._replay, self._renames = Replay(self._ids, self._texts), None
         self._field = ""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.held is not None
 
     @property
     def has_finished(self) -> bool:
@@ -291,19 +297,19 @@ class Transcript:
     def close(self) -> None:
         self._room.give_back(self)
         self.body = {}
-        self._num_taken, self._ids, self._pieces = 0, array("i"), array("i")
+        self._ids, self._pieces = array("i"), array("i")
         self._texts, self._replay = {}, None
         self._field = ""
 
     def pass_on(self, events: bytes) -> bytes:
-        if self.refusal is not None and not self.has_failed and _IDS not in events:
+        if self.refusal is not None and self.held is None and _IDS not in events:
             return events
         if events.find(_END) == len(events) - len(_END):
             return self._pass_on(events)
         return b"".join(self._pass_on(event + _END) for event in events.split(_END) if event)
 
     def _pass_on(self, event: bytes) -> bytes:
-        if self.has_failed:
+        if self.held is not None:
             return b""
         if len(event) > MAX_EVENT_BYTES and self.refusal is None and _is_large(event):
             return self._shown(event) if self.settle() else self._leave(Resume.NOT_TOLD, event)
@@ -342,7 +348,7 @@ class Transcript:
         choice = told.choices[0] if told.choices else None
         if _is_given_up(told.error, choice):
             self.held = self._shown(event)
-            return self._fail(None)
+            return b""
         if told.choices is None:
             return self._leave(Resume.NOT_TOLD, event)
         if self._renames != ():
@@ -391,7 +397,7 @@ class Transcript:
             return False
         self._end = choice.finish_reason or self._end
         self._num_bytes += 8 * len(ids)
-        if self._num_bytes > self._num_taken:
+        if self._num_bytes > self._room.taken(self):
             self._take_room()
         return True
 
@@ -407,9 +413,9 @@ class Transcript:
     def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
         had_finished = self.has_finished
         if choice is None:
-            return self._fail(Resume.DIFFERS)
+            return self._fail()
         if choice.token_ids is None:
-            return b"" if self._has_noted(choice) else self._fail(Resume.DIFFERS)
+            return b"" if self._has_noted(choice) else self._fail()
         try:
             num_tokens = len(choice.token_ids)
             choice.token_ids = replay.new_ids(choice.token_ids)
@@ -420,9 +426,9 @@ class Transcript:
             has_text = bool(choice.text or choice.delta)
             replay.end_event(has_new_ids=bool(choice.token_ids), has_new_text=has_text)
         except (DiffersError, *UNKNOWN):
-            return self._fail(Resume.DIFFERS)
+            return self._fail()
         if self._ends_otherwise(choice, replay) or not self._has_noted(choice):
-            return self._fail(Resume.DIFFERS)
+            return self._fail()
         if replay.is_over:
             self._replay = None
             if choice.delta is not None:
@@ -465,24 +471,20 @@ class Transcript:
         return event
 
     def _take_room(self) -> None:
-        missing = max(self._num_bytes - self._num_taken, _GROWTH_BYTES)
-        if self._room.take(self, missing):
-            self._num_taken += missing
-        else:
+        missing = max(self._num_bytes - self._room.taken(self), _GROWTH_BYTES)
+        if not self._room.take(self, missing):
             self._leave(Resume.NO_ROOM, b"")
 
     def _leave(self, reason: Resume, event: bytes) -> bytes:
         if self._replay is not None:
-            return self._fail(Resume.DIFFERS)
+            return self._fail()
         self.refusal = reason
         self.close()
         return self._shown(event)
 
-    def _fail(self, reason: Resume | None) -> bytes:
-        self.has_failed = True
-        if reason is not None:
-            self.refusal = reason
-            self.close()
+    def _fail(self) -> bytes:
+        self.held, self.refusal = b"", Resume.DIFFERS
+        self.close()
         return b""
 
 
