@@ -187,11 +187,8 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """All arrivals of a trace file, from its first one's time on.
-
-    Raises:
-        ConfigError: names the file, the line and what was expected.
-    """
+    """All arrivals of a trace file, from its first one's time on. Raises `ConfigError` that names
+    the file, the line and what was expected."""
     try:
         return parse_trace(path.read_text(encoding="utf-8").splitlines())
     except ConfigError as error:

@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, float]]]:
-    """The request as typed, and the GPUs of this host.
-
-    Raises:
-        ConfigError: a number out of range, or what `Request` refuses.
-    """
+    """The request as typed, and the GPUs of this host. Raises `ConfigError`."""
     for option, least in (("tp", 1), ("engines", 1), ("tpot_ms", 0), ("ttft_ms", 0), ("port", 1)):
         value = getattr(args, option)
         if value is not None and value < least:
@@ -64,11 +60,8 @@ def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, 
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: ended as asked; 1: no engine is left.
-
-    Raises:
-        CommextError: it cannot start, with the cause.
-    """
+    """0: ended as asked; 1: no engine is left. Raises `CommextError` with the cause if it cannot
+    start."""
     request, here = _request(args)
     if args.print:
         with closing(checks.free_ports()) as ports:

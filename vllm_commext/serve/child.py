@@ -36,12 +36,8 @@ def _end_with_parent() -> None:
 
 
 class Child:
-    """One start of a command.
-
-    Attributes:
-        stage: how far vLLM's log says that its start is, an index of ``STAGES``; -1: nothing yet.
-        began: seconds of ``time.monotonic``.
-    """
+    """One start of a command. stage: how far vLLM's log says that it is, an index of ``STAGES``,
+    or -1. began: by ``time.monotonic``."""
 
     def __init__(self, command: Command, log: Path) -> None:
         self.command = command

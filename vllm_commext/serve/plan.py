@@ -35,11 +35,8 @@ CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE":
 
 @dataclass(frozen=True)
 class Request:
-    """The command line.
-
-    gpus: as for CUDA_VISIBLE_DEVICES, none: CPUs; num_engines: on CPUs; tpot_ms, ttft_ms: limits
-    that placement keeps, 0: none; engine_args: of every ``vllm serve``.
-    """
+    """The command line. gpus: as for CUDA_VISIBLE_DEVICES, none: CPUs. num_engines: on CPUs.
+    tpot_ms, ttft_ms: limits that placement keeps, 0: none. engine_args: of every ``vllm serve``."""
 
     model: str
     gpus: tuple[str, ...]
@@ -101,13 +98,8 @@ class Command:
 def commands(
     request: Request, folder: Path, ports: Iterator[int], environ: Mapping[str, str]
 ) -> list[Command]:
-    """The engines' commands, then the proxy's.
-
-    Args:
-        folder: for drain files, for the admin port's token and for sockets.
-        ports: free ones.
-        environ: this process's environment, which wins over defaults.
-    """
+    """The engines' commands, then the proxy's. *folder*: for drain files, the admin port's token
+    and sockets. *ports*: free ones. *environ*: this process's, which wins over defaults."""
     engines = [
         _engine(request, number, group, folder, ports, environ)
         for number, group in enumerate(request.groups())

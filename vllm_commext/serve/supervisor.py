@@ -43,11 +43,8 @@ class Member:
         self._answered = self._next_start = 0.0
 
     def step(self, answers: bool | None) -> None:
-        """Look after it; *answers*: of its last check, None where there was none since.
-
-        Raises:
-            StartError: it ended before it was ever ready.
-        """
+        """Look after it; *answers*: of its last check, None where there was none since. Raises
+        `StartError` if it ended before it was ever ready."""
         now = time.monotonic()
         if self.child is None:
             if now >= self._next_start and not self.is_given_up:
@@ -92,13 +89,8 @@ class Member:
 
 
 class Supervisor:
-    """Runs the members of a plan; the last one is the proxy.
-
-    Args:
-        logs: the folder of their logs.
-        say: prints a line.
-        on_ready: called once all of them serve.
-    """
+    """Runs the members of a plan, whose last one is the proxy. *logs*: the folder of their logs.
+    *on_ready*: called once all of them serve."""
 
     def __init__(
         self,
@@ -114,12 +106,8 @@ class Supervisor:
         self._woken = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal of `ENDING`, which is blocked before and after, or a failed start;
-        0, or 1 where no engine is left.
-
-        Raises:
-            StartError: a process ended before it was ever ready.
-        """
+        """Serve until a signal of `ENDING`, which is blocked before and after; 0, or 1 where no
+        engine is left. Raises `StartError` if a process ended before it was ever ready."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
             loop.add_signal_handler(number, self._ask_to_end)
