@@ -1,6 +1,7 @@
 """Reading a request's body: bounded in time, in bytes, and in the bytes of all bodies."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -36,14 +37,14 @@ class BodyBudget:
         self.held_bytes -= num_bytes
 
 
+@dataclass(eq=False)
 class Intake:
     """One request's body, and its share of the budget until `close`."""
 
-    def __init__(self, budget: BodyBudget, config: ProxyConfig) -> None:
-        self._budget = budget
-        self._config = config
-        self.num_bytes = 0
-        self.body: Any = None
+    _budget: BodyBudget
+    _config: ProxyConfig
+    num_bytes: int = 0
+    body: Any = None
 
     async def read(self, request: web.Request) -> None:
         """Read and parse the body. Raises `ProxyError`."""

@@ -15,7 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -260,18 +260,16 @@ class Upstream:
 
         async def ask(engine: Engine, held: int) -> Prefilled:
             key = new_key(engine, payload.headers, payload.body)
-            taken = await self._take_turn(engine, payload, held, PREFILL)
-            try:
-                asked = await payload_of(engine, key.value)
-                params, cached, job = await self._prefill_on(engine, asked, held)
-            except BaseException as error:
-                if not isinstance(error, ProxyError) or error.status >= 500:
-                    self.releases.add(key)  # it may have ended well all the same
-                if isinstance(error, ProxyError) and await outlives(error):
-                    error.can_retry = False
-                raise
-            finally:
-                engine.repeats.give_back(taken)
+            async with self._turn(engine, payload, held, PREFILL):
+                try:
+                    asked = await payload_of(engine, key.value)
+                    params, cached, job = await self._prefill_on(engine, asked, held)
+                except BaseException as error:
+                    if not isinstance(error, ProxyError) or error.status >= 500:
+                        self.releases.add(key)  # it may have ended well all the same
+                    if isinstance(error, ProxyError) and await outlives(error):
+                        error.can_retry = False
+                    raise
             return Prefilled(engine, params, key, job, cached)
 
         began, num = time.monotonic(), self.config.prefill_attempts
@@ -287,11 +285,8 @@ class Upstream:
             route.decode = engine.name
             if payload.is_loading:
                 return await self._open_at(engine, payload, held)
-            taken = await self._take_turn(engine, payload, held)
-            try:
+            async with self._turn(engine, payload, held):
                 return await self._open_at(engine, payload, held)
-            finally:
-                engine.repeats.give_back(taken)
 
         pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -389,26 +384,27 @@ class Upstream:
         num_new.inc(payload.tokens - held)
         return chosen
 
-    async def _take_turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> int:
-        """Wait until *engine* may compute a prompt; the tokens to give back to those that are
-        repeated once it has."""
-        is_repeated, has_turns = payload.is_again and payload.computes, self._orders(engine)
-        if not is_repeated and not (has_turns and payload.computes):
-            return 0
+    @asynccontextmanager
+    async def _turn(
+        self, engine: Engine, payload: Payload, held: int, side: str = ""
+    ) -> AsyncIterator[None]:
+        """A turn of *engine* to compute a prompt; that of one which is repeated ends with it."""
+        has_turns = payload.computes and self._orders(engine)
+        is_repeated = payload.computes and payload.is_again
         tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
         try:
-            with (
-                engine.working(tokens),
-                failures_of(engine, seconds, payload.losses, side),
-                Deadline(seconds, engine.on_lost),
-            ):
-                taken = await engine.repeats.take(tokens) if is_repeated else 0
-                if has_turns:
-                    await engine.turns.take(tokens, held)
-        except BaseException:
+            if has_turns or is_repeated:
+                with (
+                    engine.working(tokens),
+                    failures_of(engine, seconds, payload.losses, side),
+                    Deadline(seconds, engine.on_lost),
+                ):
+                    taken = await engine.repeats.take(tokens) if is_repeated else 0
+                    if has_turns:
+                        await engine.turns.take(tokens, held)
+            yield
+        finally:
             engine.repeats.give_back(taken)
-            raise
-        return taken
 
     def _orders(self, engine: Engine) -> bool:
         """True if prompts wait here until an engine of one rank has nearly computed those before

@@ -82,44 +82,36 @@ class Trace:
     def _make(self, outcome: Outcome, path: str, now: float) -> None:
         traced, zero = outcome.trace, time.time_ns() - time.monotonic_ns()
         assert isinstance(traced, Traced)
+
+        def hand_on(
+            name: str, began: float, ended: float, told: dict[str, str | int], **others: Any
+        ) -> None:
+            span = ReadableSpan(
+                name,
+                resource=self._resource,
+                attributes=told,
+                start_time=zero + int(began * 1e9),
+                end_time=zero + int(ended * 1e9),
+                instrumentation_scope=_SCOPE,
+                **others,
+            )
+            self._processor.on_end(span)
+
         for name, engine, began, ended in parts_of(outcome.began, outcome.route.marks):
             context = SpanContext(
                 traced.own.trace_id, random.getrandbits(64) or 1, False, traced.own.trace_flags
             )
-            kind, told = _KINDS.get(name, SpanKind.INTERNAL), {"engine": engine} if engine else {}
-            self._hand_on(name, context, traced.own, told, zero, began, ended, kind)
+            others = {"context": context, "parent": traced.own, "status": Status()}
+            others["kind"] = _KINDS.get(name, SpanKind.INTERNAL)
+            hand_on(name, began, ended, {"engine": engine} if engine else {}, **others)
         told = {
             **{"http.route": path, "request.id": outcome.request_id, "outcome": outcome.kind},
             **{"path": outcome.route.path, "placement": outcome.route.placement},
             **{"prompt.tokens": outcome.prompt_tokens, "answer.tokens": outcome.tokens},
         }
-        status = _FAILED if outcome.has_failed else Status()
-        self._hand_on(
-            *("request", traced.own, traced.parent, told, zero, outcome.began, now),
-            *(SpanKind.SERVER, status),
-        )
-
-    def _hand_on(
-        self,
-        name: str,
-        own: SpanContext,
-        parent: SpanContext | None,
-        told: Mapping[str, str | int],
-        zero: int,
-        began: float,
-        ended: float,
-        kind: SpanKind,
-        status: Status | None = None,
-    ) -> None:
-        span = ReadableSpan(
-            *(name, own, parent, self._resource, told),
-            kind=kind,
-            status=status or Status(),
-            start_time=zero + int(began * 1e9),
-            end_time=zero + int(ended * 1e9),
-            instrumentation_scope=_SCOPE,
-        )
-        self._processor.on_end(span)
+        others = {"context": traced.own, "parent": traced.parent, "kind": SpanKind.SERVER}
+        others["status"] = _FAILED if outcome.has_failed else Status()
+        hand_on("request", outcome.began, now, told, **others)
 
     def close(self) -> None:
         """Hand on what is left, for at most `CLOSE_SECONDS`."""
