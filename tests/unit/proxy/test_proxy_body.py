@@ -120,16 +120,6 @@ def test_a_long_prompt_stays_text_and_is_judged_all_the_same(
     assert (sent["prompt"], sent["max_tokens"]) == (prompt, 1)
 
 
-def test_backslashes_without_end_take_linear_time_and_count_right() -> None:
-    for num in (2 * LONG, 2 * LONG + 1):
-        raw = b'{"prompt": "' + b"\\" * num + b'", "n": 1}'
-        if num % 2:
-            with pytest.raises(ValueError, match="expected ',' at byte"):
-                run(members_of(raw))
-        else:
-            assert run(members_of(raw))[0]["n"] == 1
-
-
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
