@@ -192,6 +192,26 @@ async def test_requests_that_are_not_whole_are_looked_at_for_a_part_of_the_time(
         assert (await first.answer(keeps=True))[0] == 400
 
 
+async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn() -> None:
+    """With a look at all connections in between."""
+    begun: list[str] = []
+
+    class One:
+        def __init__(self, peer: str) -> None:
+            self.peer, self.hold = peer, lambda: None
+            self.take_up = lambda: begun.append(peer)
+
+    every: Any = connections.Connections(100, 100, 1.0)
+    for peer in "a" * 20 + "b":
+        every.take_up(One(peer))
+    turns = []
+    while len(begun) < 21:
+        turns.append("".join(begun))
+        await asyncio.sleep(0)
+    assert turns[:3] == ["aaaa", "aaaaabaa", "aaaaabaaaaaa"]
+    assert len(turns) == 5
+
+
 @pytest.mark.parametrize("sent", [0, 40_000])
 async def test_a_body_must_keep_coming(kit: Any, sent: int) -> None:
     options = {"client_timeout_seconds": 0.2, "upload_bytes_per_second": 100_000}
