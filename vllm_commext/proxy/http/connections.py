@@ -254,13 +254,16 @@ class Connection(web.RequestHandler):
             self._is_made = True
             self.data_received(b"")
             return
-        loop = asyncio.get_running_loop()
-        self._first = loop.call_later(_FIRST_REQUEST_SECONDS, self.force_close)
+        self._wait_for_first()
         super().connection_made(transport)
         self._is_made = True
         if early := self._beginning:
             self._beginning = b""
             self.data_received(early)
+
+    def _wait_for_first(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._first = loop.call_later(_FIRST_REQUEST_SECONDS, self.force_close)
 
     def has_come(self) -> bool:
         """True if anything is there that has not been read, an end of the connection included."""
@@ -305,9 +308,11 @@ class Connection(web.RequestHandler):
         return self._all.take_head(self, max(num_bytes, 0))
 
     def hold(self) -> None:
-        """Take in no more until it is taken up."""
+        """Take in no more until it is taken up, and count no time against it."""
         self._is_held = True
         self._client.pause_reading()
+        if self._first is not None:
+            self._first.cancel()
 
     def take_up(self) -> None:
         """Parse what has come of a request."""
@@ -315,6 +320,8 @@ class Connection(web.RequestHandler):
         if self._is_held:
             self._is_held = False
             self._client.resume_reading()
+            if self._first is not None:
+                self._wait_for_first()
         if data:
             super().data_received(data)
 
