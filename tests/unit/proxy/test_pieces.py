@@ -150,6 +150,7 @@ async def test_many_engines_come_and_go_a_few_at_a_time() -> None:
             await asyncio.sleep(0)
 
     watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
     await sources._name("file", of(named(MAX_ENGINES - 2)))
     assert len(registry.engines) == MAX_ENGINES
     await sources._name("file", of(named(MAX_ENGINES - 1)))  # one too many: the list stays

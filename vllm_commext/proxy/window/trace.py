@@ -84,7 +84,7 @@ class Trace:
         assert isinstance(traced, Traced)
 
         def hand_on(
-            name: str, began: float, ended: float, told: dict[str, str | int], **others: Any
+            name: str, began: float, ended: float, told: Mapping[str, str | int], **others: Any
         ) -> None:
             span = ReadableSpan(
                 name,
@@ -101,17 +101,24 @@ class Trace:
             context = SpanContext(
                 traced.own.trace_id, random.getrandbits(64) or 1, False, traced.own.trace_flags
             )
-            others = {"context": context, "parent": traced.own, "status": Status()}
-            others["kind"] = _KINDS.get(name, SpanKind.INTERNAL)
-            hand_on(name, began, ended, {"engine": engine} if engine else {}, **others)
+            hand_on(
+                *(name, began, ended, {"engine": engine} if engine else {}),
+                context=context,
+                parent=traced.own,
+                kind=_KINDS.get(name, SpanKind.INTERNAL),
+            )
         told = {
             **{"http.route": path, "request.id": outcome.request_id, "outcome": outcome.kind},
             **{"path": outcome.route.path, "placement": outcome.route.placement},
             **{"prompt.tokens": outcome.prompt_tokens, "answer.tokens": outcome.tokens},
         }
-        others = {"context": traced.own, "parent": traced.parent, "kind": SpanKind.SERVER}
-        others["status"] = _FAILED if outcome.has_failed else Status()
-        hand_on("request", outcome.began, now, told, **others)
+        hand_on(
+            *("request", outcome.began, now, told),
+            context=traced.own,
+            parent=traced.parent,
+            kind=SpanKind.SERVER,
+            status=_FAILED if outcome.has_failed else Status(),
+        )
 
     def close(self) -> None:
         """Hand on what is left, for at most `CLOSE_SECONDS`."""
