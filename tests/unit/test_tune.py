@@ -72,6 +72,17 @@ def test_ranks_that_fail_are_told_of(
     assert "no such GPU" in capsys.readouterr().err
 
 
+def test_ranks_that_do_not_end_are_told_of_after_their_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tune, "_check_gpus", lambda _: None)
+    monkeypatch.setattr(tune, "START_SECONDS", -1.5)
+    program = _python(tmp_path, "import time; time.sleep(600)")
+    monkeypatch.setattr(tune, "sys", SimpleNamespace(executable=program))
+    assert main.main(["tune", "allreduce", "--tp", "2", "--seconds", "1"]) == 2
+    assert "did not end within" in capsys.readouterr().err
+
+
 def _python(folder: Path, code: str) -> str:
     """A program that ignores its arguments and runs `code`."""
     program = folder / "program"

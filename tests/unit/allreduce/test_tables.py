@@ -368,6 +368,11 @@ class TestCache:
         assert cache.load(MACHINE, 2, 4096) == self.table
         assert cache.load(MACHINE, 2, 8192) == long
         assert cache.load(MACHINE, 2, 5120) is None
+        renamed = cache.path_of(MACHINE, 2, 5120)
+        assert renamed is not None
+        renamed.write_bytes(paths[0].read_bytes())
+        assert cache.load(MACHINE, 2, 5120) is None
+        renamed.unlink()
         assert paths[0].is_relative_to(tmp_path)
         assert set(paths[0].parent.iterdir()) == set(paths)
 
