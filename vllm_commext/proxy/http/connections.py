@@ -46,7 +46,7 @@ _FIRST_REQUEST_SECONDS = 10.0
 _BEGINNING_BYTES = 16 << 10
 """Of a request that is not whole: beyond that it is under way, and costs what bytes cost."""
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
-_STARTS = 4
+_STARTS = 2
 """Most requests that begin between two looks at all connections."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = (
