@@ -210,6 +210,7 @@ def test_what_a_request_is_told_in_vain_fails_it(
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
+    assert [load.remote for load in core.worker.told] == [None]
     turn_until(core, lambda: free(core) == before)
 
 
