@@ -153,10 +153,10 @@ def make_base(venv: Path, vllm: str, nixl: str, started: float) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     version = install_vllm(venv, vllm, nixl)
-    say(f"vLLM {version} is in, its dependencies follow", started)
+    say(f"vLLM {version} is installed, its dependencies follow", started)
     install(venv, "-r", str(venv / "requirements.txt"))
     add_vllm_dist_info(venv, version)
-    say("torch, NIXL and vLLM's dependencies are in", started)
+    say("torch, NIXL and vLLM's dependencies are installed", started)
 
 
 def make(venv: Path, vllm: str, extras: str, nixl: str) -> None:
@@ -169,7 +169,7 @@ def make(venv: Path, vllm: str, extras: str, nixl: str) -> None:
     if not is_current(project, digest_of_project(extras)):
         install(venv, "--editable", f"{ROOT}[{extras}]")
         project.write_text(digest_of_project(extras))
-        say("vllm_commext is in", started)
+        say("vllm_commext is installed", started)
 
 
 def main() -> None:

@@ -151,8 +151,8 @@ class Demo:
         is_equal = equal(self.long, answer)
         told = "all equal" if is_equal else str(compare(self.long, answer))
         went = scrape(served.url).total(f"commext_proxy_{metric}_total", result="resumed")
-        text = f"an answer goes on right at the other engine when its own {what}"
-        detail = f"{name}; {LONG_TOKENS} tokens, {told}; {went:g} {metric}"
+        text = f"the other engine ends an answer rightly when its own {what}"
+        detail = f"{name}; {LONG_TOKENS} tokens, {told}; {metric}: {went:g}"
         self.claims.append(Claim(text, is_equal and went == 1, detail))
 
     def keep(self, served: "Served") -> None:

@@ -189,7 +189,7 @@ def test_the_short_text_has_problems_first_and_then_headlines() -> None:
     ]
     found = [line.split() for line in text_of(*checks)[1:] if line]
     assert [line[0] for line in found] == [
-        *("machine", "WARN", "->", "package", "ok", "toggles", "ok", "capabilities", "ok", "All")
+        *("machine", "WARN", "->", "package", "ok", "toggles", "ok", "capabilities", "ok", "To")
     ]
     assert [line[1] for line in found if line[0] == "ok"] == ["native", "B", "nixl"]
     lines = text_of(*checks, every=True)
@@ -204,7 +204,7 @@ def test_an_option_that_is_gone_says_what_to_do(
     with pytest.raises(SystemExit, match="2"):
         main.main(["doctor", option, "127.0.0.1:9"])
     said = capsys.readouterr().err
-    assert said.startswith(f"vllm-commext doctor: {option}: gone: start the engines")
+    assert said.startswith(f"vllm-commext doctor: {option}: it is gone. To check a link")
     assert said.count("\n") == 1
 
 

@@ -77,7 +77,10 @@ PROBES = ("package", "toggles", "vllm", "nixl", "gpu", "machine")
 MAX_PARALLEL = 3
 TIMEOUT_SECONDS = 120.0
 PROGRESS_SECONDS = 2.0
-GONE = "gone: start the engines, send a request, and read `self-probe` in the decode engine's log"
+GONE = (
+    "it is gone. To check a link, start both engines, send a request, and look for `self-probe` in "
+    "the decode engine's log"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -100,7 +100,7 @@ def as_text(checks: Sequence[Check], *, every: bool) -> str:
             if check.hint:
                 lines.append(" " * len(lead) + _wrapped(f"-> {check.hint}", len(lead)))
     if not every:
-        lines.append(f"\nAll {len(checks)} checks: vllm-commext doctor --verbose")
+        lines.append(f"\nTo see all {len(checks)} checks: vllm-commext doctor --verbose")
     return "\n".join(lines)
 
 

@@ -60,10 +60,11 @@ def _check_model(model: str) -> None:
 def _check_gpus(gpus: Sequence[str], here: dict[str, tuple[float, float]]) -> None:
     for gpu in gpus:
         if gpu not in here:
-            known = ", ".join(here) or "none"
+            known = (
+                f"GPUs of this host ({', '.join(here)})" if here else "GPUs, but this host has none"
+            )
             raise ConfigError(
-                f"--gpus {','.join(gpus)}: expected some of this host's GPUs ({known}), got {gpu}; "
-                "see nvidia-smi -L"
+                f"--gpus {','.join(gpus)}: expected {known}, got number {gpu}; see nvidia-smi -L"
             )
         used, total = here[gpu]
         if used > USED_SHARE * total:
