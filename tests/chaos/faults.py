@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tests.chaos.injectors import (
-    abort_requests,
-    send_http_garbage,
-    send_notifications,
-    send_side_channel_garbage,
-)
+from tests.chaos.injectors import abort_requests, send_notifications, send_side_channel_garbage
 from tests.chaos.judge import RIGHT
 from tests.chaos.load import WITHOUT_LOGPROBS, Load, ask, make_prompts
-from tests.chaos.relay import relay_to
 from tests.chaos.schedule import (
     DECODE,
     DECODE_STEP_SECONDS,
@@ -118,10 +112,6 @@ def _side_channel_garbage(scene: Scene) -> None:
     send_side_channel_garbage(scene.testbed.host(PREFILL), port, scene.rng, NUM_GARBAGE)
 
 
-def _proxy_garbage(scene: Scene) -> None:
-    send_http_garbage(scene.testbed.proxy_url, scene.rng)
-
-
 def _rogue_notifications(scene: Scene) -> list[str]:
     engine = scene.testbed.engines[PREFILL]
     where = (scene.testbed.host(PREFILL), engine.side_channel_port, engine.engine_id)
@@ -154,29 +144,6 @@ def _foreign_parameters(scene: Scene) -> None:
 def _client_aborts(scene: Scene) -> None:
     references = [scene.reference() for _ in range(NUM_ABORTS)]
     abort_requests(scene.testbed.proxy_url, [one.prompt for one in references], scene.rng)
-
-
-def _through_relay(*, cut: bool) -> Callable[[Scene], list[str]]:
-    """The parameters name the relay, so D has to shake hands through it.  A cut one comes back to
-    life, and the same requests must then succeed."""
-
-    def act(scene: Scene) -> list[str]:
-        testbed = scene.testbed
-        port = testbed.engines[PREFILL].side_channel_port
-        with relay_to(testbed.host(PREFILL), port) as relay:
-            changes = {"remote_host": "127.0.0.1", "remote_port": relay.port}
-            relay.slow, relay.cut = not cut, cut
-            reference = scene.reference()
-            scene.decode(reference, {**scene.prefill(reference), **changes})
-            if cut:
-                relay.cut = False
-                time.sleep(0.2)
-            verdict = scene.decode(reference, {**scene.prefill(reference), **changes})
-            unused = relay.num_connections == 0
-        problems = ["the relay was not used"] if unused else []
-        return problems if verdict == RIGHT else [*problems, f"through the relay: {verdict}"]
-
-    return act
 
 
 def _network(*, cut: bool) -> Callable[[Scene], None]:
@@ -274,14 +241,11 @@ ACTIONS: Mapping[str, Callable[[Scene], list[str] | None]] = {
     "pause_decode": _stand_still(DECODE, 0.2, 1.5),
     "stall_decode": _stand_still(DECODE, DECODE_STEP_SECONDS + 1.0, DECODE_STEP_SECONDS + 2.0),
     "side_channel_garbage": _side_channel_garbage,
-    "proxy_garbage": _proxy_garbage,
     "rogue_notifications": _rogue_notifications,
     "expired_lease": _expired_lease,
     "replayed_parameters": _replayed_parameters,
     "foreign_parameters": _foreign_parameters,
     "client_aborts": _client_aborts,
-    "slow_side_channel": _through_relay(cut=False),
-    "cut_side_channel": _through_relay(cut=True),
     "crowd_prefill": _crowd_prefill,
     "drain_decode": _drain_decode,
     "kill_drained": _kill_while_moving(taker=False),

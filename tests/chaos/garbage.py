@@ -9,23 +9,6 @@ from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire.messages import KeepAlive, Released
 
 MAX_RANDOM_BYTES = 300
-HTTP = (
-    b"",
-    b"\0" * 2000,
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    b'Content-Length: 9\r\n\r\n{"prompt"',
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
-)
-BODIES = (
-    b"",
-    b"[]",
-    b'{"prompt": 1}',
-    b'{"model": "tiny", "prompt": "x", "kv_transfer_params": {}}',
-    b'{"model": "tiny", "prompt": [99999999], "max_tokens": 1}',
-    b"[" * 5000,
-)
 
 
 def requests() -> list[bytes]:

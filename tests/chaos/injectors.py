@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 import zmq
 
-from tests.chaos.garbage import BODIES, HTTP, mutations, requests
+from tests.chaos.garbage import mutations, requests
 from tests.kit import ROOT
 from tests.kit.cluster import MODEL_NAME
-from tests.kit.parity import tls
+from tests.kit.parity import stream
 from tests.kit.servers import CPU_ENVIRON
 from vllm_commext.nixl.wire.connection import endpoint
 
@@ -38,19 +37,12 @@ def send_side_channel_garbage(host: str, port: int, rng: random.Random, count: i
                 dealer.recv_multipart()
         dealer.poll(1000)
     for _ in range(3):
-        _send_raw(host, port, rng.randbytes(2000))
-
-
-def send_http_garbage(url: str, rng: random.Random) -> None:
-    """Raw bytes on an HTTP port, and requests whose bodies are none."""
-    parts = httpx.URL(url)
-    for sent in (*HTTP, rng.randbytes(2000)):
-        _send_raw(parts.host, parts.port or 80, sent)
-    headers = {"Content-Type": "application/json"}
-    for body in BODIES:
-        with contextlib.suppress(httpx.HTTPError):
-            address = f"{url}/v1/completions"
-            httpx.post(address, content=body, headers=headers, timeout=SECONDS, **_options())
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), timeout=SECONDS) as raw,
+        ):
+            raw.sendall(rng.randbytes(2000))
+            time.sleep(0.02)
 
 
 def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> list[str]:
@@ -76,25 +68,9 @@ def abort_requests(url: str, prompts: Sequence[Sequence[int]], rng: random.Rando
     """Requests whose clients go away: some at once, some after the first piece of the answer."""
     for number, prompt in enumerate(prompts):
         body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 64, "stream": True}
-        after = None if number % 2 else rng.uniform(0.001, 0.2)
-        timeout = httpx.Timeout(SECONDS if after is None else after)
+        seconds = SECONDS if number % 2 else rng.uniform(0.001, 0.2)
         with (
             contextlib.suppress(httpx.HTTPError),
-            httpx.stream(
-                "POST", f"{url}/v1/completions", json=body, timeout=timeout, **_options()
-            ) as response,
+            stream(f"{url}/v1/completions", body, seconds) as response,
         ):
             next(response.iter_raw(), b"")
-
-
-def _options() -> dict[str, Any]:
-    return {"trust_env": False, "verify": tls()}
-
-
-def _send_raw(host: str, port: int, sent: bytes) -> None:
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection((host, port), timeout=SECONDS) as raw,
-    ):
-        raw.sendall(sent)
-        time.sleep(0.02)

@@ -20,7 +20,7 @@ KINDS = (
     "side_channel_garbage",
     "client_aborts",
     "stall_prefill",
-    "cut_side_channel",
+    "foreign_parameters",
     "kill_prefill",
 )
 BOUND_SECONDS = 120.0
