@@ -6,20 +6,19 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.kit.vllm_streams import Stream
+from tests.unit.proxy.test_resume import COMPLETIONS, stream
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel
-from vllm_commext.proxy.session.attempt import Stream as OneStream
+from vllm_commext.proxy.session.attempt import Stream
 from vllm_commext.proxy.session.two_step import MAX_WAITING
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
-ANSWER = Stream(((7, "one"), (8, " two"), (9, " three")))
+ANSWER = stream(0, COMPLETIONS, [[(7, "one")], [(8, " two")], [(9, " three")]])
 SEAL = "5ea1" * 16
 CHANNEL = ("10.0.0.7", 5600, SEAL)
 PLACE = {
@@ -33,9 +32,8 @@ def answering(usage: dict[str, Any] | None = None, **params: Any) -> Any:
     """A prefill engine that streams; ``params`` are laid over what it returns."""
 
     async def behave(call: Any) -> None:
-        answer = ANSWER.prefill_answer()
-        answer["kv_transfer_params"] |= {"remote_block_ids": [[1]], **PLACE, **params}
-        answer["usage"] = usage
+        told = {"do_remote_prefill": True, "remote_block_ids": [[1]], **PLACE, **params}
+        answer = {"choices": [{"text": "one"}], "kv_transfer_params": told, "usage": usage}
         await call.answer(200, json.dumps(answer).encode())
 
     return behave
@@ -45,9 +43,8 @@ async def decode(call: Any) -> None:
     if not call.body["stream"]:
         await call.answer(200, b'{"choices": [{"text": "one two three"}]}')
         return
-    stream = replace(ANSWER, request_id=call.headers["x-request-id"])
     await call.begin_stream()
-    for event in stream.events((1, 1, 1)):
+    for event in ANSWER:
         await call.chunk(event)
     await call.end_stream()
 
@@ -148,7 +145,7 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
         decoding.behave = refusing(status)
         path, answer = await ask(cluster)
         assert path == "two-step"
-        assert answer.count(b"data: ") == 4
+        assert answer.count(b"data: ") == len(ANSWER)
         assert answer.endswith(b"data: [DONE]\n\n")
         assert len(prefill.calls) == 2
         assert params_of(decoding.calls[-1])["remote_block_ids"] == [[1]]
@@ -314,7 +311,7 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
     def payload(body: Any, is_stream: bool | None = None) -> Any:
         return body
 
-    stream = OneStream(BODY, payload, asked)
+    stream = Stream(BODY, payload, asked)
     await stream.prefill_payload(streaming_engine())
     assert stream.is_under_way
     await asyncio.sleep(0)
@@ -335,7 +332,7 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
         except asyncio.CancelledError:
             return SimpleNamespace(close=lambda: closed.append(True))
 
-    stream = OneStream(BODY, lambda body, is_stream=None: body, asked)
+    stream = Stream(BODY, lambda body, is_stream=None: body, asked)
     await stream.prefill_payload(streaming_engine())
     await asyncio.sleep(0)
     await stream.cancel()
