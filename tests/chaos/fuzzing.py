@@ -9,6 +9,7 @@ Exit status: 0 where nothing has grown.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import os
@@ -24,7 +25,6 @@ import zmq
 from tests.chaos.census import take_census
 from tests.chaos.garbage import mutations, notifications, requests
 from tests.kit.descriptions import description
-from tests.kit.memory import heap_bytes
 from tests.kit.servers import CPU_ENVIRON, LOOPBACK, free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.prefill.leases import LeaseManager
@@ -61,11 +61,20 @@ class Growth(NamedTuple):
     num_descriptors: int
 
 
+class _MallInfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
 def held() -> tuple[int, int, int, int]:
     """Bytes of the C heap, blocks of the interpreter's, threads, descriptors."""
     gc.collect()
     census = take_census([os.getpid()])
-    return heap_bytes(), sys.getallocatedblocks(), census.threads, census.descriptors
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallInfo
+    heap = mallinfo()
+    in_use = heap.uordblks + heap.hblkhd
+    return in_use, sys.getallocatedblocks(), census.threads, census.descriptors
 
 
 def _growth(num_sent: int, num_refused: int, before: Sequence[int], after: Sequence[int]) -> Growth:
