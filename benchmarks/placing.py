@@ -54,8 +54,10 @@ def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[floa
         for answer in load.answers:
             answer.go_on(1, now)
         began = time.perf_counter()
-        chooser.plan(prefix, PROMPT_TOKENS, (), True)
+        plan = chooser.plan(prefix, PROMPT_TOKENS, (), True)
         seconds.append(time.perf_counter() - began)
+        assert plan is not None
+        plan.note_sent()
     return sorted(seconds)
 
 

@@ -6,9 +6,9 @@ from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.choice import WINDOW
+from vllm_commext.proxy.engines.choice import num_compared
 from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 from vllm_commext.proxy.policy.queue import Waiting
 
@@ -115,6 +115,7 @@ class _Placed:
     placement: Way
     held: int
     due: float
+    planned: Planned
 
 
 @dataclass
@@ -159,16 +160,18 @@ class Adaptive:
         held = min(placed.prefill.held_tokens, tokens - 1)
         load = placed.prefill.load
         seconds = load.speed.prefill_seconds(tokens - held, held, False)
-        waiting = Waiting(now, seconds)
+        waiting = Waiting(now, seconds, placed.is_lost)
         load.queue.add(waiting)
-        request.note = _Placed(waiting, placed, held, now + placed.first_token)
+        planned = self.planner.note(placed, tokens, now)
+        request.note = _Placed(waiting, placed, held, now + placed.first_token, planned)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
     def window(self) -> list[int]:
         """The engines that are looked at for a request."""
         num = len(self.loads)
-        self._turn += 1 if num <= WINDOW else WINDOW
-        return [(self._turn + idx) % num for idx in range(min(WINDOW, num))]
+        size = num_compared(num)
+        self._turn += 1 if num <= size else size
+        return [(self._turn + idx) % num for idx in range(size)]
 
     def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
         return self.planner.place(now, tokens, up, up)
@@ -190,6 +193,7 @@ class Adaptive:
         note: _Placed = request.note
         placed, tokens = note.placement, request.arrival.prompt_tokens
         load.queue.remove(note.waiting)
+        note.planned.end()
         job = load.ask(tokens - note.held, note.held, now)
         due = job.until if placed.is_local else note.due
         answer = placed.decode.load.expect(tokens, due, not placed.is_local)
@@ -218,6 +222,7 @@ class Adaptive:
         note: _Placed | _Sent = request.note
         if isinstance(note, _Placed):  # its engine is lost
             note.placement.prefill.load.queue.remove(note.waiting)
+            note.planned.end()
             return
         held = request.arrival.prompt_tokens + request.tokens
         self._held[request.decode][request.arrival.group] = held

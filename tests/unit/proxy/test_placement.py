@@ -413,6 +413,57 @@ def test_an_engine_that_has_shown_nothing_is_as_fast_as_the_others_are_by_now() 
         assert unseen.prefill_seconds(4000, 0, False) == pytest.approx(0.1)
 
 
+def test_steps_are_as_long_by_an_answer_that_is_to_come_as_by_one_that_has_begun() -> None:
+    (one,) = engines(planner(), 1)
+    for context in (1000, 32000) * 15:
+        one.load.speed.note_steps(1, context, STEP + 1e-7 * context)
+    answer = one.load.expect(16000, NOW)
+    to_come = _Costs(one, 4000, NOW).step
+    answer.begin(NOW)
+    assert to_come == _Costs(one, 4000, NOW).step > STEP
+
+
+def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
+    """Until it is sent, or too late to be in time."""
+    made = planner(first_token=1.0, per_token=0.02)
+    (one,) = engines(made, 1)
+    for num in 10 * (1, 4, 16):
+        one.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
+    alone, way = _Costs(one, 4000, NOW).step, place(made, [one], [one])
+    planned = made.note(way, 4000, NOW)
+    assert one.load.to_come(NOW) == (1, 4000)
+    assert _Costs(one, 4000, NOW).step > alone
+    planned.end()
+    assert one.load.to_come(NOW) == (0, 0)
+    for is_lost, seconds, num in ((False, 0.9, 1), (False, 1.1, 0), (True, 0.1, 0)):
+        made.note(way._replace(is_lost=is_lost), 4000, NOW)
+        assert one.load.to_come(NOW + seconds)[0] == num
+        one.load.planned.clear()
+
+
+@pytest.mark.parametrize(
+    ("queue", "per_token", "prompts", "is_lost"),
+    [
+        (0, 0.02, 0.0, False),
+        (50000, 0.02, 0.0, True),
+        (0, STEP / 1.05, 0.0, False),
+        (0, STEP / 1.25, 0.0, True),
+        (0, STEP / 0.75, 0.5, False),
+        (0, STEP / 0.85, 0.5, True),
+    ],
+)
+def test_a_request_is_lost_that_is_late_by_far_or_by_its_first_token(
+    queue: int, per_token: float, prompts: float, is_lost: bool
+) -> None:
+    """Not where prompts alone make tokens late. They have taken a share of the time."""
+    made = planner(first_token=1.0, per_token=per_token)
+    (one,) = engines(made, 1)
+    one.load.recent.share = prompts
+    if queue:
+        one.load.ask(queue, 0, NOW)
+    assert place(made, [], [one]).is_lost == is_lost
+
+
 @pytest.mark.parametrize(("needed", "is_local"), [(0.5, True), (0.9, False)])
 def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_local: bool) -> None:
     """The answer needs a share of its tokens to make up for the prompt. All were alike so far, so
@@ -423,7 +474,7 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
     assert place(made, [source, target], [target]).is_local == is_local
 
 
-@pytest.mark.parametrize(("num_answers", "is_full"), [(10, False), (20, True)])
+@pytest.mark.parametrize(("num_answers", "is_full"), [(10, False), (16, True)])
 def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_many(
     num_answers: int, is_full: bool
 ) -> None:

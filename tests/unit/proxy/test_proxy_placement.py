@@ -84,19 +84,22 @@ async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_lim
         assert count(page, "commext_proxy_placements", kind=kind) == 1
 
 
-async def test_an_idle_engine_is_found_where_those_looked_at_first_would_be_late(kit: Any) -> None:
-    options = {"ttft_ms": 1000, "affinity": False}
-    async with kit.cluster(0, 0, num_both=12, **options) as cluster:
+@pytest.mark.parametrize(("num", "ttft_ms"), [(12, 1000), (4, 0)])
+async def test_an_idle_engine_is_found_where_those_looked_at_first_would_be_late(
+    kit: Any, num: int, ttft_ms: int
+) -> None:
+    """Of four, all are looked at."""
+    async with kit.cluster(0, 0, num_both=num, ttft_ms=ttft_ms, affinity=False) as cluster:
         loads = [engine.load for engine in cluster.proxy.registry.engines]
         for tokens in (500, 1000, 2000, 4000) * 8:
             loads[0].speed.note_prefill(tokens, 0.0, 0.0, tokens / 4000)
         for load in loads[:-1]:
-            load.ask(14000, 0, time.monotonic())
-        for _ in range(12):
+            load.ask(280_000, 0, time.monotonic())
+        for _ in range(num):
             answer = await cluster.ask(BODY)
-            assert answer.headers["X-Commext-Decode"] == "engine11"
+            assert answer.headers["X-Commext-Decode"] == f"engine{num - 1}"
         page = await cluster.metrics()
-    assert count(page, "commext_proxy_placements", kind="local") == 12
+    assert count(page, "commext_proxy_placements", kind="local") == num
 
 
 async def test_an_engine_that_says_that_its_cache_is_full_is_avoided(kit: Any) -> None:
@@ -131,7 +134,9 @@ async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
     async with kit.cluster(0, 0, num_both=1, tpot_ms=1000, affinity=False) as cluster:
         cluster.both[0].behave = serves(0.2, 0.01, 40)
         placed = [(await cluster.ask(BODY)).headers[PLACED] for _ in range(3)]
-        speed = cluster.proxy.registry.engines[0].load.speed
+        load = cluster.proxy.registry.engines[0].load
+        speed = load.speed
+        assert not load.planned  # as they were sent
         assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 2.0
         assert 0.01 <= speed.step_seconds(1, 2000) < 0.4
         assert cluster.proxy.planner.shared.lengths.mean == 40

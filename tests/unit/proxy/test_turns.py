@@ -126,6 +126,34 @@ def test_the_most_prompts_are_in_time(
     assert Queue(limit).next(line, 10.0) is line[expected]
 
 
+def test_who_is_lost_anyway_goes_after_others_that_can_be_in_time() -> None:
+    queue, lost, other = Queue(1.0), Waiting(9.8, 0.1, is_lost=True), Waiting(9.95, 0.3)
+    assert queue.next([lost, other], 10.0) is other
+    assert queue.next([lost], 10.0) is lost
+    assert queue.next([Waiting(8.5, 0.05), lost], 10.0) is lost
+    queue.add(lost)
+    assert queue.ahead(0.2, 10.0, 10.0) == (0.0, 0)
+    queue.add(other)
+    assert queue.ahead(0.2, 10.0, 10.0) == (0.3, 0)
+
+
+async def test_a_prompt_waits_as_lost_whose_first_token_is_expected_too_late(kit: Any) -> None:
+    release = asyncio.Event()
+    async with kit.cluster(0, 0, num_both=1, ttft_ms=1000, affinity=False) as cluster:
+        (engine,), load = cluster.both, cluster.proxy.registry.engines[0].load
+        load.speed.note_prefill(2000, 0.0, 0.0, 0.9)
+        load.speed.note_steps(1, 2000, 0.01)
+        engine.behave = kit.held(release, kit.prefill_ok)
+        asked = list[asyncio.Task[Any]]()
+        for length in (8000, 8000, 80):
+            asked.append(asyncio.create_task(cluster.ask({"prompt": "a" * length})))
+            await kit.until(lambda: cluster.proxy.num_in_flight == len(asked), "it to be in")
+            await kit.until(lambda: len(engine.calls) + len(load.queue) == len(asked), "its turn")
+        assert [one.is_lost for one in load.queue] == [True, False]
+        release.set()
+        await asyncio.gather(*asked)
+
+
 def test_who_was_put_off_for_long_gets_its_share_of_the_time() -> None:
     """However many others come, which could all be in time: foreseen as it is done."""
     queue, now, gone = Queue(1.0), 100.0, list[float]()

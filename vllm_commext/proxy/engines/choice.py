@@ -8,10 +8,12 @@ from heapq import nsmallest
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool, Latest, Prefix
 from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL
+from vllm_commext.proxy.policy.load import Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
-WINDOW = 3
-"""Engines compared for a request, others each time: the best of more would get too many."""
+WINDOW, FEW = 3, 4
+"""Engines compared for a request, others each time, of more than `FEW`: the best of more would get
+too many."""
 
 
 @dataclass(slots=True)
@@ -23,12 +25,22 @@ class Plan:
     decode: Engine | None = None
     expected: Way | None = None
     first_token_at: float = 0.0
+    _answer: Planned | None = None
 
     @property
     def kind(self) -> str:
         if self.expected is None:
             return LEAST_WORK
         return HANDED_OVER if self.prefill is not None else LOCAL
+
+    @property
+    def is_lost(self) -> bool:
+        return self.expected is not None and self.expected.is_lost
+
+    def note_sent(self) -> None:
+        """Its answer is no more planned: it is expected."""
+        if self._answer is not None:
+            self._answer.end()
 
     @property
     def ways(self) -> tuple[tuple[str, float, float], ...]:
@@ -49,6 +61,10 @@ class Plan:
             return self.kind
         first, each = expected.first_token * 1000, expected.per_token * 1000
         return f"{self.kind}; first-token={first:.0f}; per-token={each:.1f}"
+
+
+def num_compared(num_engines: int) -> int:
+    return num_engines if num_engines <= FEW else WINDOW
 
 
 def is_adaptive(mode: str, decode: EnginePool) -> bool:
@@ -95,8 +111,8 @@ class Chooser:
             return None
         decode, prefill = self._pools[DECODE], self._pools[PREFILL]
         now, name = time.monotonic(), _name_of(prefix)
-        others = len(decode.engines) - WINDOW
-        self._turn += WINDOW if others > WINDOW else max(1, others)
+        num = num_compared(len(decode.engines))
+        self._turn += num if len(decode.engines) > num else 1
 
         def candidates(engines: Sequence[Engine]) -> list[Candidate]:
             return [
@@ -123,14 +139,16 @@ class Chooser:
         if name:
             self._last.note(name, engine)
         source = None if placement.is_local else source
-        return Plan(source, engine, placement, now + placement.first_token)
+        answer = self._planner.note(placement, max(tokens, 1), now)
+        return Plan(source, engine, placement, now + placement.first_token, answer)
 
     def _window(self, pool: EnginePool, name: bytes) -> Sequence[Engine]:
         """The next engines in turn, and the one that had the prompt's beginning last."""
         engines = pool.engines
         start = self._turn % max(len(engines), 1)
-        window = [*engines[start : start + WINDOW]]
-        window += engines[: min(start, WINDOW - len(window))]
+        num = num_compared(len(engines))
+        window = [*engines[start : start + num]]
+        window += engines[: min(start, num - len(window))]
         last = self._last.get(name)
         if last in pool.members and last not in window:
             window.append(last)

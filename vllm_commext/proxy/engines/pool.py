@@ -165,12 +165,12 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         load.when_done = self._wake
 
-    async def take(self, new_tokens: int, held_tokens: int) -> None:
+    async def take(self, new_tokens: int, held_tokens: int, is_lost: bool = False) -> None:
         load, now = self._load, time.monotonic()
         if not self._turns and self._seconds_left(now) <= 0.0:
             return
         seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
-        waiting = Waiting(now, seconds)
+        waiting = Waiting(now, seconds, is_lost)
         turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
         load.queue.add(waiting)
         self._set_timer(now)

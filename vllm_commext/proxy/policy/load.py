@@ -102,6 +102,18 @@ class Answer:
             self.source.read()
 
 
+@dataclass(eq=False, slots=True)
+class Planned:
+    """An answer whose prompt waits for its turn. It counts until *until*, then it was put off."""
+
+    _load: "EngineLoad"
+    tokens: int
+    until: float
+
+    def end(self) -> None:
+        self._load.planned.pop(self, None)
+
+
 class Prompts:
     """Prompts that an engine computes, in order. seconds: of all of them."""
 
@@ -257,6 +269,7 @@ class EngineLoad:
         self.shared, self.speed = shared, EngineSpeed(shared)
         self.prompts, self.answers = Prompts(self.speed), Answers()
         self.queue = Queue(shared.limits.first)
+        self.planned: dict[Planned, None] = {}
         self.gaps, self.recent, self.cache = Gaps(), Recent(), Cache()
         self.when_done: Callable[[], None] = lambda: None
 
@@ -274,6 +287,11 @@ class EngineLoad:
         if not self.prompts.jobs:
             self.gaps.take(now)
         self.when_done()
+
+    def to_come(self, now: float) -> tuple[int, int]:
+        """Planned answers, and their tokens."""
+        self.planned = {one: None for one in self.planned if one.until >= now}
+        return len(self.planned), sum([one.tokens for one in self.planned])
 
     def expect(self, context_tokens: int, due: float, is_loading: bool = False) -> Answer:
         """Note an answer from about *due* on. is_loading: of another engine's prompt."""

@@ -13,17 +13,17 @@ from itertools import islice
 from typing import NamedTuple
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Planned
 from vllm_commext.proxy.policy.speed import Speeds
 
-MAX_SEEN = 20
+MAX_SEEN = 80
 """Answers looked at for a request; they stand for the others."""
 DELAY_WEIGHT = 0.02
 """Missed limits that one second of delay is worth."""
-ROOM_WEIGHT = 1.0
-"""Missed limits that a second of waiting for room in a KV cache is worth."""
-GIVEN_UP = 1.25
-"""Step time, in limits, above which one more answer costs nothing: other engines recover."""
+GIVEN_UP = 1.1
+"""Step time, in limits, above which one more answer costs nothing: other engines recover. A request
+is lost above it with prompts, if steps alone take `LONG_STEP`: else prompts may become fewer."""
+LONG_STEP = 0.8
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 
@@ -38,8 +38,9 @@ class Candidate(NamedTuple):
 
 class Way(NamedTuple):
     """Where a request goes, with expected seconds. misses: expected additional missed limits.
-    is_late: the first token is expected after its limit. other: seconds to the first token and for
-    each other by a hand-over in place of one engine, or by one in place of a hand-over."""
+    is_late: the first token is expected after its limit; is_lost: that, or tokens too slow.
+    other: seconds to the first token and for each other by a hand-over in place of one engine, or
+    by one in place of a hand-over."""
 
     prefill: Candidate
     decode: Candidate
@@ -47,6 +48,7 @@ class Way(NamedTuple):
     per_token: float = 0.0
     misses: float = 0.0
     is_late: bool = False
+    is_lost: bool = False
     other: tuple[float, float] | None = None
 
     @property
@@ -63,11 +65,11 @@ class _Costs:
     """Expected seconds at one engine: backlog, prefill, step, a step with one answer more (slower),
     the same with recent prompts (pace), for a whole answer (seconds), and until there is room for
     the prompt and for the answer. busy: until a new answer may begin. handed: share in time of
-    answers that are handed over. late: answers made late, by cause."""
+    answers that are handed over. late: answers made late, by cause; already: share late even so."""
 
     __slots__ = (
-        *("backlog", "busy", "candidate", "handed", "late", "num_answers", "num_put_off", "pace"),
-        *("prefill", "prompt_room", "room", "seconds", "slower", "step"),
+        *("already", "backlog", "busy", "candidate", "handed", "late", "num_answers"),
+        *("num_put_off", "pace", "prefill", "prompt_room", "room", "seconds", "slower", "step"),
     )
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
@@ -78,8 +80,9 @@ class _Costs:
             held = tokens - 1
         self.candidate = candidate
         self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
-        self.num_answers = num = len(load.answers)
-        context = load.answers.context
+        self.num_answers, context = len(load.answers), load.answers.context + load.answers.coming
+        num_planned, more = load.to_come(now) if load.planned else (0, 0)
+        num, context = self.num_answers + num_planned, context + more
         self.step = speed.step_seconds(num, context)
         self.slower = slower = speed.step_seconds(num + 1.0, context + tokens)
         self.pace = pace = load.recent.pace(slower)
@@ -89,6 +92,7 @@ class _Costs:
         self.busy = self.backlog if self.backlog > room else room
         self.seconds, self.handed = pace * length, 1.0
         self.late: dict[int, float] = {}
+        self.already: dict[Answer, float] = {}
 
 
 _Option = tuple[float, int, _Costs, _Costs, float, float, float]
@@ -123,23 +127,33 @@ class Planner:
             cost, idx, source, at, _, _, _ = option
             if cost > least:
                 break  # even if it makes no other answer late
+            most = least - cost  # less than for those before, so what stopped there is enough
             if source is at:
-                others = self._late(at, BY_BOTH, now, seen, least - cost)
+                others = self._late(at, BY_BOTH, now, seen, most)
             else:
-                others = self._late(source, BY_PROMPT, now, seen)
-                others += self._late(at, BY_ANSWER, now, seen)
+                if (others := self._late(source, BY_PROMPT, now, seen, most)) <= most:
+                    others += self._late(at, BY_ANSWER, now, seen, most)
             others = others if others > 0.0 else 0.0
             cost += others
             if cost < least or (cost == least and idx < best[1]):
                 best, least, misses = option, cost, others
         _, _, source, at, own, first, seconds = best
-        length = max(self.shared.lengths.mean, 1.0)
-        is_late, is_local = 0.0 < self.shared.limits.first < first, source is at
+        length, limits = max(self.shared.lengths.mean, 1.0), self.shared.limits
+        is_late, is_local = 0.0 < limits.first < first, source is at
+        per_token, tpot = seconds / length, limits.tpot
+        is_slow = 0.0 < tpot * GIVEN_UP < per_token and at.slower > tpot * LONG_STEP
         turned = ((one[5], one[6] / length) for one in options if (one[2] is one[3]) != is_local)
         return Way(
-            *(source.candidate, at.candidate, first, seconds / length, own + misses, is_late),
-            next(turned, None),
+            *(source.candidate, at.candidate, first, per_token, own + misses),
+            *(is_late, is_late or is_slow, next(turned, None)),
         )
+
+    def note(self, way: Way, tokens: int, now: float) -> Planned:
+        """Note an answer where it is to be, unless it is lost: that comes when it comes."""
+        wait = 0.0 if way.is_lost else max(way.first_token, self.shared.limits.first)
+        planned = Planned(way.decode.load, tokens, now + wait)
+        way.decode.load.planned[planned] = None
+        return planned
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
@@ -155,7 +169,7 @@ class Planner:
                 misses += max(0.0, (GIVEN_UP - at.slower / tpot) / (GIVEN_UP - 1.0))
             seconds = at.seconds + late
             delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
-            cost = misses + ROOM_WEIGHT * wait + DELAY_WEIGHT * delay
+            cost = misses + wait + DELAY_WEIGHT * delay  # a second without room: a missed limit
             options.append((cost, len(options), source, at, misses, first, seconds))
 
         second, limit = self.shared.second_token.value, self.shared.limits.first or math.inf
@@ -189,7 +203,7 @@ class Planner:
         step, new_step = at.step, at.slower if by & BY_ANSWER else at.step
         backlog, new_backlog = at.backlog, at.backlog + (at.prefill if by & BY_PROMPT else 0.0)
         left, new_left = limit - step, limit - new_step
-        found, stride = 0.0, -(-at.num_answers // max_seen) or 1
+        found, stride, known = 0.0, -(-at.num_answers // max_seen) or 1, at.already
         for answer in islice(load.answers, 0, None, stride):
             wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
             before, after = backlog, new_backlog
@@ -198,9 +212,11 @@ class Planner:
                 after = after - wait if after > wait else 0.0
             elif answer.has_begun:
                 spent -= wait
-            if new_left > 0.0 and spent - had * new_step + after <= had * new_left:
+            if new_left > 0.0 and spent + after <= had * limit:
                 continue  # in time even so
-            already = _share_late(ended, spent - had * step + before, left, had)
+            if (already := known.get(answer)) is None:
+                already = _share_late(ended, spent - had * step + before, left, had)
+                known[answer] = already
             if already < 1.0:
                 used = spent - had * new_step + after
                 found += _share_late(ended, used, new_left, had) - already

@@ -14,8 +14,11 @@ IN_TIME = 0.95
 
 @dataclass(eq=False, slots=True)
 class Waiting:
+    """is_lost: expected to miss a limit even so."""
+
     since: float
     seconds: float
+    is_lost: bool = False
 
     @property
     def due(self) -> float:
@@ -25,10 +28,11 @@ class Waiting:
 class Queue(dict[Waiting, None]):
     """Prompts that wait, so that the most begin within *limit* seconds (0: none).
 
-    With a limit they go as they came, but the longest are put off when not all can be in time. If
-    prompts that are late already went first, all would be late. So one that has waited `PATIENCE`
-    limits gets `SPARED` of the engine's time. Without a limit the shortest goes first, and
-    overtakes another one for no longer than `PATIENCE` times that one's length.
+    With a limit they go as they came, but the longest are put off when not all can be in time, and
+    those that are lost anyway while others can be. If prompts that are late already went first, all
+    would be late. So one that has waited `PATIENCE` limits gets `SPARED` of the engine's time.
+    Without a limit the shortest goes first, and overtakes another one for no longer than `PATIENCE`
+    times that one's length.
     """
 
     def __init__(self, limit: float) -> None:
@@ -61,9 +65,15 @@ class Queue(dict[Waiting, None]):
         elif self._spared >= first.seconds:
             self._spared -= first.seconds
             return first
-        chosen = _first_in_time(among, now, self._limit)
+        hopeful = [one for one in among if not one.is_lost]
+        chosen = self._first_in_time(hopeful, now) or self._first_in_time(among, now)
+        chosen = chosen or min(among, key=lambda one: one.seconds)
         self._spared += SPARED * chosen.seconds
         return chosen
+
+    def _first_in_time(self, waiting: Sequence[Waiting], now: float) -> Waiting | None:
+        both = zip(waiting, in_time(waiting, now, self._limit)[0], strict=True)
+        return next((one for one, seconds in both if one.seconds == seconds), None)
 
     def _is_overdue(self, prompt: Waiting, now: float) -> bool:
         return now > prompt.since + PATIENCE * self._limit
@@ -76,21 +86,14 @@ class Queue(dict[Waiting, None]):
         if not self._limit:
             due = now + PATIENCE * seconds
             return sum([one.seconds for one in self if one.due <= due]), 0
-        kept, put_off = in_time([*self, Waiting(now, seconds)], start, self._limit)
-        if put_off == len(self):
+        hopeful = [one for one in self if not one.is_lost]
+        kept, put_off = in_time([*hopeful, Waiting(now, seconds)], start, self._limit)
+        if put_off == len(hopeful):
             return self.seconds, 0
         before = sum(kept) - seconds
         if self._is_overdue(next(iter(self)), start):
             before *= 1.0 + SPARED
         return before, int(put_off >= 0)
-
-
-def _first_in_time(waiting: Sequence[Waiting], now: float, limit: float) -> Waiting:
-    kept, _ = in_time(waiting, now, limit)
-    for one, seconds in zip(waiting, kept, strict=True):
-        if one.seconds == seconds:
-            return one
-    return min(waiting, key=lambda one: one.seconds)
 
 
 def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:

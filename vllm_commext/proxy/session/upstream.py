@@ -401,7 +401,8 @@ class Upstream:
                 ):
                     taken = await engine.repeats.take(tokens) if is_repeated else 0
                     if has_turns:
-                        await engine.turns.take(tokens, held)
+                        is_lost = payload.plan is not None and payload.plan.is_lost
+                        await engine.turns.take(tokens, held, is_lost)
             yield
         finally:
             engine.repeats.give_back(taken)
@@ -491,7 +492,10 @@ class Upstream:
         if not (payload.computes and reads_load(self.config, self.decode_pool)):
             return None, None
         now, load, plan = time.monotonic(), engine.load, payload.plan
-        job, due = None, plan.first_token_at if plan is not None else now
+        job, due = None, now
+        if plan is not None:
+            due = plan.first_token_at
+            plan.note_sent()
         if not payload.is_loading:
             job = load.ask(payload.tokens - held, held, now, is_seen=payload.is_stream)
             due = job.until
