@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
         "read from the engine that drains",
     )
     parser.add_argument(
+        "--talks", action="store_true", help="chats, messages, responses and tool calls, too"
+    )
+    parser.add_argument(
         "--no-namespaces", dest="namespaces", action="store_false", help="stay on loopback"
     )
     parser.add_argument(

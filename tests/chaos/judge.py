@@ -58,11 +58,16 @@ def judge(reference: Completion, answer: Answer, bound_seconds: float) -> str:
     bound; a wrong one is wrong however late it is."""
     completion = answer.completion
     right = completion is not None and is_right(reference, completion)
-    if not right and not answer.error:
+    return verdict(right, answer.error, answer.seconds, bound_seconds)
+
+
+def verdict(right: bool, error: str, seconds: float, bound_seconds: float) -> str:
+    """As ``judge``, of an answer that was compared with its reference where it is no *error*."""
+    if not right and not error:
         return WRONG
-    if answer.seconds > bound_seconds:
+    if seconds > bound_seconds:
         return LATE
-    return ERROR if answer.error else RIGHT
+    return ERROR if error else RIGHT
 
 
 def is_right(reference: Completion, got: Completion) -> bool:

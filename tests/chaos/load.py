@@ -8,15 +8,16 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, first, judge, verdict
 from tests.chaos.schedule import BOUND_SECONDS, MAX_TOKENS
+from tests.chaos.talk import Talk
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import Completion, complete
 from tests.kit.prompts import PRINTABLE
@@ -28,6 +29,8 @@ NOTHING: Mapping[str, Any] = {}
 SEEDED: Mapping[str, Any] = {"temperature": 0.8}
 """With a seed beside it."""
 MOST = 0.8
+TALKS = 0.4
+"""Of the requests, where there are conversations."""
 NUM_ASKED = 4
 SECONDS_A_TOKEN = 0.15
 """What each more than ``MAX_TOKENS`` may take, beside engines that start."""
@@ -102,6 +105,7 @@ class Load:
     least_seconds: float = BOUND_SECONDS
     pause_seconds: float = 0.0
     salts: bool = False
+    talks: Sequence[Talk] = ()
     verdicts: Counter[str] = field(default_factory=Counter[str])
     errors: Counter[str] = field(default_factory=Counter[str])
     samples: list[str] = field(default_factory=list[str])
@@ -152,13 +156,16 @@ class Load:
     def note(self, reference: Completion, answer: Answer) -> str:
         """Judge and count an answer; also for requests that a fault sends itself."""
         found = judge(reference, answer, self.bound_seconds)
+        self._count(found, answer.error, lambda: _describe(found, reference, answer))
+        return found
+
+    def _count(self, found: str, error: str, describe: Callable[[], str]) -> None:
         with self._lock:
             self.verdicts[found] += 1
             if found == ERROR:
-                self.errors[_shortened(answer.error)] += 1
+                self.errors[_shortened(error)] += 1
             if found in (WRONG, LATE):
-                self.samples.append(_describe(found, reference, answer))
-        return found
+                self.samples.append(describe())
 
     def _client(self, number: int) -> None:
         rng = random.Random(self.seed * 1000 + number)
@@ -171,6 +178,8 @@ class Load:
             self._stop.wait(self.pause_seconds if found == RIGHT else AFTER_ERROR_SECONDS)
 
     def _ask(self, rng: random.Random) -> str:
+        if self.talks and rng.random() < TALKS:
+            return self._talk(rng)
         known = rng.choice(self.known)
         stream = rng.random() < (0.5 if self.max_tokens == MAX_TOKENS else MOST)
         extra = {**known.extra, **(WITHOUT_LOGPROBS if stream and rng.random() < 0.5 else {})}
@@ -184,6 +193,24 @@ class Load:
             timeout_seconds=self.bound_seconds,
         )
         return self.note(first(known.right, num_tokens), answer)
+
+    def _talk(self, rng: random.Random) -> str:
+        talk, started = rng.choice(self.talks), time.monotonic()
+        text, error = "", ""
+        try:
+            if rng.random() < 0.5:
+                text = talk.ask_whole(self.url, self.bound_seconds)
+            else:
+                text = talk.ask(self.url, self.bound_seconds)
+        except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        seconds = time.monotonic() - started
+        found = verdict(talk.is_right(text), error, seconds, self.bound_seconds)
+        self._count(
+            *(found, error),
+            lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}",
+        )
+        return found
 
 
 def _shortened(text: str) -> str:

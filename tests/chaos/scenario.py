@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.chaos.schedule import (
     Scenario,
     plan_faults,
 )
+from tests.chaos.talk import Talk, take_talks, write_options
 from tests.chaos.testbed import Testbed
 from tests.kit import cluster
 from tests.kit.parity import complete, prefill
@@ -48,16 +50,19 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
             *(SPARES if scenario.spares else "", ADAPTER if scenario.name else ""),
         }
         kinds = [kind for kind in scenario.kinds if KINDS[kind].needs in has]
+        if scenario.talks:
+            scenario = replace(scenario, args=[*scenario.args, *write_options(folder)])
         answers = _plain_answers(scenario, model, folder) if scenario.plain_reference else None
         testbed = Testbed(scenario, model, folder, link)
         stack.callback(testbed.stop)
         testbed.start()
-        known = answers or _answers_of(testbed.url(PREFILL), scenario)
+        known, talks = answers or _answers_of(testbed.url(PREFILL), scenario)
         load = Load(
             *(testbed.proxy_url, known, scenario.seed, scenario.max_tokens),
             least_seconds=scenario.bound_seconds,
             pause_seconds=scenario.pause_seconds,
             salts=scenario.reuse,
+            talks=talks,
         )
         faults = plan_faults(scenario.seed, scenario.num_faults, kinds, scenario.max_delay_seconds)
         started = time.monotonic()
@@ -73,12 +78,14 @@ def run(scenario: Scenario, model: Path, folder: Path, say: Callable[[str], None
     return record
 
 
-def _answers_of(url: str, scenario: Scenario) -> list[Known]:
+def _answers_of(url: str, scenario: Scenario) -> tuple[list[Known], list[Talk]]:
     prompts, name = make_prompts(scenario.num_prompts, scenario.seed), scenario.name
-    return take_references(url, prompts, scenario.max_tokens, name, seeds=scenario.seeds)
+    known = take_references(url, prompts, scenario.max_tokens, name, seeds=scenario.seeds)
+    number = scenario.num_prompts if scenario.talks else 0
+    return known, take_talks(url, number, scenario.max_tokens, scenario.seed, name)
 
 
-def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> list[Known]:
+def _plain_answers(scenario: Scenario, model: Path, folder: Path) -> tuple[list[Known], list[Talk]]:
     args = [*scenario.args, "--no-enable-prefix-caching"]
     environ = cluster.PLAIN_ENVIRON
     with cluster.plain_server("plain", model, folder, args=args, environ=environ) as server:

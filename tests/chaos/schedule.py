@@ -114,9 +114,10 @@ class Scenario:
     several chunks, and read while they are. ``reuse``: decode engines cache prefixes and offer
     blocks to one another; each request has a salt of its own, so that it is read all the same. With
     more than ``MAX_TOKENS`` as ``max_tokens`` answers are as long as that, and faults come to the
-    engine that has most under way; what engines hold is not counted then. ``name``: another model
-    than the tiny one that every other request is for. After ``max_seconds`` no fault begins, and no
-    more requests are waited for."""
+    engine that has most under way; what engines hold is not counted then. ``talks``: chats,
+    messages, responses and tool calls are among the requests. ``name``: another model than the tiny
+    one that every other request is for. After ``max_seconds`` no fault begins, and no more requests
+    are waited for."""
 
     seed: int
     num_requests: int
@@ -135,6 +136,7 @@ class Scenario:
     args: Sequence[str] = ()
     proxy_args: Sequence[str] = ()
     max_tokens: int = MAX_TOKENS
+    talks: bool = False
     name: str = ""
     bound_seconds: float = BOUND_SECONDS
     max_seconds: float = math.inf
