@@ -91,7 +91,7 @@ bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build
 chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
 	COMMEXT_TEST_LONG=1 COMMEXT_INTERRUPTS=200 $(PYTEST) tests/chaos -m long
 	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
-		--faults $(FAULTS) --out $(CHAOS_OUT)
+		--faults $(FAULTS) --talks --out $(CHAOS_OUT)
 
 attack: env ## Attacks on the real proxy and on side channels, each judged by what others notice; ATTACK_OUT=attack-report
 	$(BIN)/python -m tests.attack --out $(ATTACK_OUT)
