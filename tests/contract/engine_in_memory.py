@@ -149,30 +149,19 @@ class Engine(scheduler_engine.Engine):
 
     def load(self, request: Request, prefill: Engine) -> tuple[int, int]:
         """Read what the request's parameters offer; tokens had here, tokens loaded."""
-        self.connector.on_new_request(request)
         self.manager.new_step_starts()  # no state that this step leaves in a block serves it
-        hit, num_hit = self.manager.get_computed_blocks(request)[:2]
-        num_external, is_async = self.connector.get_num_new_matched_tokens(request, num_hit)
-        assert num_external is not None
-        if not is_async:
-            return num_hit, 0
-        self.manager.allocate_slots(
-            request,
-            0,
-            num_new_computed_tokens=num_hit,
-            new_computed_blocks=hit,
-            num_external_computed_tokens=num_external,
-            delay_cache_blocks=True,
-        )
-        blocks = self.manager.get_blocks(request.request_id)
-        self.connector.update_state_after_alloc(request, blocks, num_external)
-        (load,) = self.step().loads
-        self._read(load, prefill)
+        num_hit, num_external = self.schedule(request)
+        loads = self.step().loads
         request.num_computed_tokens = num_hit + num_external
-        self.manager.cache_blocks(request, request.num_computed_tokens)
-        if request.num_computed_tokens == request.num_tokens:
-            request.num_computed_tokens -= 1
+        if num_external:
+            self._read(loads[0], prefill)
+            self.note_loaded(request)
         return num_hit, num_external
+
+    def note_loaded(self, request: Request) -> None:
+        """What was loaded counts as computed; of a whole prompt the last token is computed."""
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
     def _read(self, load: Load, prefill: Engine) -> None:
         assert load.remote is not None, load.refusal
@@ -192,21 +181,25 @@ class Engine(scheduler_engine.Engine):
         theirs = list(_places(expand_rows(plan.remote_rows)[pairs.remote]))
         self.memory.reshape(-1)[own] = prefill.memory.reshape(-1)[theirs]
 
-    def compute_prompt(self, request: Request, tokens_a_step: int) -> int:
-        """Compute what the prefix cache lacks of a prompt; tokens that it has."""
+    def compute_prompt(self, request: Request, tokens_a_step: int) -> None:
+        """Compute what the prefix cache lacks of a prompt."""
+        for _, count in self.steps(request, tokens_a_step):
+            self.run(request, count)
+
+    def steps(
+        self, request: Request, tokens_a_step: int, until: int = 1 << 30
+    ) -> Iterator[tuple[bool, int]]:
+        """Steps of a prompt that have their blocks and are to run, up to one that ends at ``until``
+        tokens or later: whether it is the first one, and its tokens."""
         hit, num_hit = self.manager.get_computed_blocks(request)[:2]
-        request.num_computed_tokens = 0
-        begin = num_hit
-        while begin < request.num_prompt_tokens:
-            end = min(begin + tokens_a_step, request.num_prompt_tokens)
-            if begin == num_hit:
-                self._allocate(request, end - begin, num_hit, hit)
-                request.num_computed_tokens = num_hit
-            else:
-                self._allocate(request, end - begin)
-            self._step(request, end - begin)
-            begin = end
-        return num_hit
+        request.num_computed_tokens, begin = 0, num_hit
+        while begin < min(request.num_prompt_tokens, until):
+            count = min(tokens_a_step, request.num_prompt_tokens - begin)
+            is_first = begin == num_hit
+            self._allocate(request, count, *((num_hit, hit) if is_first else ()))
+            request.num_computed_tokens = begin
+            yield is_first, count
+            begin += count
 
     def compute(self, request: Request, num_right: int = NUM_GUESSES) -> None:
         """One step of a request; with a draft also of its guesses, of which only the first
@@ -214,7 +207,7 @@ class Engine(scheduler_engine.Engine):
         num_guesses = NUM_GUESSES if self.model.drafts else 0
         num_tokens = request.num_tokens - request.num_computed_tokens + num_guesses
         self._allocate(request, num_tokens)
-        self._step(request, num_tokens)
+        self.run(request, num_tokens)
         request.num_computed_tokens -= max(0, num_guesses - num_right)
 
     def preempt(self, request: Request) -> None:
@@ -228,7 +221,8 @@ class Engine(scheduler_engine.Engine):
         more = {"num_lookahead_tokens": NUM_GUESSES} if self.model.drafts else {}
         assert self.manager.allocate_slots(request, *args, **more) is not None
 
-    def _step(self, request: Request, num_tokens: int) -> None:
+    def run(self, request: Request, num_tokens: int) -> None:
+        """A step whose blocks are there."""
         first = request.num_computed_tokens
         tables = self.manager.get_block_ids(request.request_id)
         for number, spec in enumerate(self.model.specs):

@@ -118,19 +118,22 @@ class Engine:
         num_external, is_async = asked[0]
         assert num_external is not None
         assert is_async == (num_external > 0)
-        num_new = 0 if is_async else request.num_tokens - num_hit
-        self.manager.allocate_slots(
-            request,
-            num_new,
-            num_new_computed_tokens=num_hit,
-            new_computed_blocks=hit,
-            num_external_computed_tokens=num_external,
-            delay_cache_blocks=is_async,
-        )
+        self.allocate(request, hit, num_hit, num_external)
         for tokens in (num_external, 0):  # vLLM calls again once the load has ended
             blocks = self.manager.get_blocks(request.request_id)
             self.connector.update_state_after_alloc(request, blocks, tokens)
         return num_hit, num_external
+
+    def allocate(self, request: Request, hit: Any, num_hit: int, num_external: int) -> None:
+        """Blocks for what is to be loaded, else for all that is to be computed."""
+        self.manager.allocate_slots(
+            request,
+            0 if num_external else request.num_tokens - num_hit,
+            num_new_computed_tokens=num_hit,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=num_external,
+            delay_cache_blocks=num_external > 0,
+        )
 
     def finish(self, request: Request, status: RequestStatus) -> tuple[bool, dict[str, Any] | None]:
         request.status = status
