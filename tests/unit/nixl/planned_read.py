@@ -1,6 +1,6 @@
 """Reads as the planner says, on tags in numpy arrays, and what there is to say against them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ Describe = Callable[[Cache, int, int], CacheLayout]
 
 @dataclass(frozen=True)
 class Arrived:
-    """One decode rank after its reads.
+    """One decode rank and what it has read.
 
     Attributes:
         memory: its tags.
@@ -32,9 +32,27 @@ class Arrived:
     num_writes: Int64Array
     num_bytes: list[int]
 
+    def read(
+        self,
+        requests: Sequence[Request],
+        local: CacheLayout,
+        remote: CacheLayout,
+        theirs: Int64Array,
+    ) -> None:
+        """Read all requests from the memory of one prefill worker."""
+        for number, request in enumerate(requests):
+            pairs, lists = pairs_of(local, remote, request)
+            own_rows, their_rows = lists[0][pairs.local], lists[1][pairs.remote]
+            assert np.array_equal(own_rows[:, 1], their_rows[:, 1])
+            own = offsets_of(own_rows, LOCAL_ADDRESS)
+            self.memory[own] = theirs[offsets_of(their_rows, REMOTE_ADDRESS)]
+            np.add.at(self.num_writes, own, 1)
+            self.num_bytes[number] += pairs.num_bytes
 
-def load_blocks(request: Request) -> list[Blocks]:
-    return [Blocks(table.first, table.block_ids) for table in request.local]
+
+def nothing_read(case: Case, rank: int) -> Arrived:
+    memory = case.decode_memory(rank)
+    return Arrived(memory, np.zeros(len(memory), dtype=np.int64), [0] * len(case.requests))
 
 
 def pairs_of(
@@ -42,7 +60,7 @@ def pairs_of(
 ) -> tuple[Pairs, list[UInt64Array]]:
     plan = plan_read(local, remote, local_device=0, remote_device=0)
     pairs = plan.pairs(
-        load_blocks(request),
+        [Blocks(table.first, table.block_ids) for table in request.local],
         [table.block_ids for table in request.remote],
         num_tokens=request.num_tokens,
         num_remote_tokens=request.num_remote_tokens,
@@ -66,22 +84,12 @@ def sources_of(case: Case, rank: int, describe: Describe = describe) -> Sources:
 
 def read(case: Case, rank: int, describe: Describe = describe) -> Arrived:
     """All of the case's requests, as one decode rank reads them."""
-    memory = case.decode_memory(rank)
-    num_writes = np.zeros(len(memory), dtype=np.int64)
+    arrived = nothing_read(case, rank)
     local = describe(case.decode, rank, LOCAL_ADDRESS)
-    num_bytes = [0] * len(case.requests)
     for source in sources_of(case, rank, describe).read:
         remote = describe(case.prefill, source, REMOTE_ADDRESS)
-        theirs = case.prefill_memory(source)
-        for number, request in enumerate(case.requests):
-            pairs, lists = pairs_of(local, remote, request)
-            own_rows, their_rows = lists[0][pairs.local], lists[1][pairs.remote]
-            assert np.array_equal(own_rows[:, 1], their_rows[:, 1])
-            own = offsets_of(own_rows, LOCAL_ADDRESS)
-            memory[own] = theirs[offsets_of(their_rows, REMOTE_ADDRESS)]
-            np.add.at(num_writes, own, 1)
-            num_bytes[number] += pairs.num_bytes
-    return Arrived(memory, num_writes, num_bytes)
+        arrived.read(case.requests, local, remote, case.prefill_memory(source))
+    return arrived
 
 
 def faults(case: Case, describe: Describe = describe) -> list[str]:
@@ -89,14 +97,14 @@ def faults(case: Case, describe: Describe = describe) -> list[str]:
     found: list[str] = []
     for rank in range(case.decode.engine.tp_size):
         arrived = read(case, rank, describe)
-        found += [f"decode rank {rank}: {fault}" for fault in _faults_of_rank(case, rank, arrived)]
+        found += [f"decode rank {rank}: {fault}" for fault in faults_of_rank(case, rank, arrived)]
     return found + release_faults(
         [sources_of(case, rank, describe) for rank in range(case.decode.engine.tp_size)],
         case.prefill.engine.tp_size,
     )
 
 
-def _faults_of_rank(case: Case, rank: int, arrived: Arrived) -> list[str]:
+def faults_of_rank(case: Case, rank: int, arrived: Arrived) -> list[str]:
     found: list[str] = []
     right = case.decode_memory(rank)
     allowed = np.concatenate([case.allowed(request) for request in case.requests])
