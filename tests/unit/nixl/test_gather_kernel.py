@@ -1,4 +1,4 @@
-"""The kernel that copies pieces, on a CPU: every byte, whatever the alignment."""
+"""The kernel that copies pieces, on a CPU: every byte, whatever the alignment and the order."""
 
 import ctypes
 
@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.descriptors import expand_rows
 from tests.kit.examples import examples
 from tests.kit.host_kernels import COMPILER
 from tests.kit.mapped_memory import run_kernel
@@ -51,11 +52,13 @@ class ImmediateDevice:
     ),
     st.integers(1, 3),
     st.integers(0, 1000),
+    st.tuples(st.integers(2, 20), st.integers(1, 4)),
 )
 @examples(20)
 def test_every_byte_of_every_piece_and_no_other(
-    rows: list[tuple[int, int, int, int]], num_blocks: int, seed: int
+    rows: list[tuple[int, int, int, int]], num_blocks: int, seed: int, most: tuple[int, int]
 ) -> None:
+    """Pairs in any order, in launches of at most so many pieces and lengths."""
     dice = np.random.default_rng(seed)
     total = sum((size + 80) * count for size, _, _, count in rows) + 64
     source = dice.integers(0, 256, total, dtype=np.uint8)
@@ -68,16 +71,28 @@ def test_every_byte_of_every_piece_and_no_other(
             ends[side] += gaps[side]
             lists[side].append([ends[side], size, 0, stride, count])
             ends[side] += stride * count
-    local, remote = (Places.of(np.array(one, dtype=np.uint64)) for one in lists)
-    count = sum(row[-1] for row in rows)
-    order = np.arange(count, dtype=np.int32)
+    rows_of = [np.array(one, dtype=np.uint64) for one in lists]
+    counts = [row[-1] for row in rows]
+    starts = np.cumsum(counts) - counts
+    paired = [
+        (start + own, start + other)
+        for start, count in zip(starts, counts, strict=True)
+        for own, other in enumerate(dice.permutation(count))
+    ]
+    order = dice.permutation(np.array(paired, dtype=np.int32))[: dice.integers(1, len(paired) + 1)]
     expected = target.copy()
-    own, theirs = local.at(order)[0], remote.at(order)[0]
-    for a, b, size in zip(own.tolist(), theirs.tolist(), local.at(order)[1].tolist(), strict=True):
+    own, theirs = (expand_rows(one)[order[:, side]] for side, one in enumerate(rows_of))
+    for (a, size, _), (b, *_) in zip(own.tolist(), theirs.tolist(), strict=True):
         to, of = a - target.ctypes.data, b - source.ctypes.data
         expected[to : to + size] = source[of : of + size]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("MAX_PIECES", "MAX_RUNS"), most, strict=True):
+            patch.setattr(gather, name, value)
+        pairs = Pairs(order[:, 0], order[:, 1], 0)
+        found = list(batches(*map(Places.of, rows_of), pairs))
+    assert all(len(one.places) <= most[0] and len(one.runs) <= most[1] for one in found)
     gatherer = Gatherer(ImmediateDevice(num_blocks, seed))  # pyright: ignore
-    for batch in batches(local, remote, Pairs(order, order, 0)):
+    for batch in found:
         made: Gather = gatherer.make(batch)
         gatherer.post(made)
         assert gatherer.state(made) == DONE

@@ -1,4 +1,5 @@
-"""From descriptors to addresses, against descriptors that are written out one by one."""
+"""From descriptors to addresses, against descriptors that are written out one by one;
+`test_gather_kernel.py` has what is copied between them."""
 
 import numpy as np
 import pytest
@@ -11,85 +12,19 @@ from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.geometry.layout import UInt64Array
 from vllm_commext.nixl.geometry.plan import Pairs
 from vllm_commext.nixl.transport import gather
-from vllm_commext.nixl.transport.gather import Batch, Places, Region, batches, mapped_rows
-
-LENGTHS = (1, 16, 48, 100, gather.CHUNK_BYTES - 1, gather.CHUNK_BYTES, gather.CHUNK_BYTES + 1)
-LENGTHS += (3 * gather.CHUNK_BYTES, 5 * gather.CHUNK_BYTES + 7)
-Copy = tuple[int, int, int]  # source, target, bytes
-
-
-def chunks_of(batch: Batch) -> list[Copy]:
-    """What the kernel's warps copy, number by number, as ``gather_pieces.cu`` finds it."""
-    found: list[Copy] = []
-    for number in range(batch.num_chunks):
-        run = next(run for run in batch.runs if number < run.end)
-        begin = max((one.end for one in batch.runs if one.end <= number), default=0)
-        piece, part = divmod(number - begin, run.parts)
-        source, target = batch.places[run.first + piece].tolist()
-        offset = part * gather.CHUNK_BYTES
-        size = min(run.num_bytes - offset, gather.CHUNK_BYTES)
-        assert size > 0
-        found.append((source + offset, target + offset, size))
-    return found
-
-
-def joined(copies: list[Copy]) -> list[Copy]:
-    """In order, with chunks of one piece made whole again where they follow one another."""
-    whole: list[Copy] = []
-    for source, target, size in sorted(copies):
-        if whole:
-            before = whole[-1]
-            if (source, target) == (before[0] + before[2], before[1] + before[2]):
-                whole[-1] = (before[0], before[1], before[2] + size)
-                continue
-        whole.append((source, target, size))
-    return whole
+from vllm_commext.nixl.transport.gather import Places, Region, batches, mapped_rows
 
 
 @st.composite
-def reads(draw: st.DrawFn) -> tuple[UInt64Array, UInt64Array, Pairs]:
-    """Lists of both sides whose rows have the same lengths and counts, and pairs of neither order;
-    no two descriptors of a list overlap."""
-    sizes = draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=24))
-    lists: list[UInt64Array] = []
-    counts = [draw(st.integers(1, 5)) for _ in sizes]
-    for base in (1 << 40, 1 << 46):
-        address, rows = base, list[list[int]]()
-        for size, count in zip(sizes, counts, strict=True):
-            stride = size + draw(st.integers(0, 40))
-            address += draw(st.integers(0, 40))
-            rows.append([address, size, 0, stride, count])
-            address += stride * count
-        lists.append(np.array(rows, dtype=np.uint64))
-    starts = np.cumsum(counts) - counts
-    chosen: list[tuple[int, int]] = []
-    for start, count in zip(starts.tolist(), counts, strict=True):
-        own = draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
-        theirs = draw(st.permutations(range(count)))
-        chosen += [(start + a, start + b) for a, b in zip(own, theirs, strict=False)]
-    order = draw(st.permutations(chosen))
-    pairs = np.array(order, dtype=np.int32).reshape(-1, 2)
-    return lists[0], lists[1], Pairs(pairs[:, 0], pairs[:, 1], 0)
-
-
-@given(reads(), st.integers(1, 20), st.integers(1, 4))
-@examples(50)
-def test_every_pair_is_copied_once_and_nothing_else(
-    case: tuple[UInt64Array, UInt64Array, Pairs], max_pieces: int, max_runs: int
-) -> None:
-    local, remote, pairs = case
-    own, theirs = expand_rows(local), expand_rows(remote)
-    expected = [
-        (int(theirs[b, 0]), int(own[a, 0]), int(own[a, 1]))
-        for a, b in zip(pairs.local, pairs.remote, strict=True)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "MAX_PIECES", max_pieces)
-        patch.setattr(gather, "MAX_RUNS", max_runs)
-        found = list(batches(Places.of(local), Places.of(remote), pairs))
-    assert all(len(batch.places) <= max_pieces for batch in found)
-    assert all(len(batch.runs) <= max_runs for batch in found)
-    assert joined([copy for batch in found for copy in chunks_of(batch)]) == joined(expected)
+def rows_of_a_list(draw: st.DrawFn) -> UInt64Array:
+    """Descriptors of a list, of which no two overlap."""
+    address, rows = 1 << 46, list[list[int]]()
+    for size in draw(st.lists(st.sampled_from((1, 48, 100)), min_size=1, max_size=24)):
+        stride, count = size + draw(st.integers(0, 40)), draw(st.integers(1, 5))
+        address += draw(st.integers(0, 40))
+        rows.append([address, size, 0, stride, count])
+        address += stride * count
+    return np.array(rows, dtype=np.uint64)
 
 
 def test_a_read_of_one_size_is_one_run_a_launch() -> None:
@@ -119,13 +54,10 @@ def test_neighbours_on_both_sides_count_once(
     assert gather.num_runs(Places.of(rows[0]), Places.of(rows[1]), pairs) == expected
 
 
-@given(reads(), st.data())
+@given(rows_of_a_list(), st.data())
 @examples(25)
-def test_descriptors_go_with_their_region(
-    case: tuple[UInt64Array, UInt64Array, Pairs], data: st.DataObject
-) -> None:
+def test_descriptors_go_with_their_region(rows: UInt64Array, data: st.DataObject) -> None:
     """Regions may end within no descriptor; each is mapped somewhere else."""
-    _, rows, _ = case
     last = [int(row[0] + (row[4] - 1) * row[3] + row[1]) for row in rows]
     ends = sorted({data.draw(st.sampled_from(last)) for _ in range(3)} | {last[-1]})
     regions, begin = list[Region](), int(rows[0, 0])
