@@ -32,11 +32,6 @@ PREEMPTION = 1000
 """Between two nonces of one request."""
 
 
-def places(dealt: Stages, cache: Cache) -> list[tuple[int, int]]:
-    """Stage and rank of each of an engine's workers, by their numbers."""
-    return [(stage, rank) for stage in range(len(dealt)) for rank in range(cache.engine.tp_size)]
-
-
 class Worker(harness.Worker):
     """One rank of one stage, on one row of memory."""
 
@@ -64,37 +59,63 @@ class Worker(harness.Worker):
         super().__init__(engine_id, [row], layout, config, progress=progress, other_splits=splits)
 
 
-class Prefill:
-    """A prefill engine that has computed a case's requests and holds them."""
+class _Side:
+    """One of a case's two engines."""
+
+    side = ""
 
     def __init__(
-        self, case: Case, engine_id: str = "p", *, streams: bool = False, dealt: Stages = NO_STAGES
+        self, case: Case, engine_id: str, *, streams: bool = False, dealt: Stages = NO_STAGES
     ) -> None:
         self.case = case
-        self.dealt = dealt or [names_of(case.prefill)]
+        self.cache: Cache = getattr(case, self.side)
+        self.dealt = dealt or [names_of(self.cache)]
         self.engine_id = engine_id
-        self.incarnation = uuid.uuid4().hex
         self.port = free_port()
-        self._nonces = {one.number: one.number for one in case.requests}
         self.workers = [
             Worker(
                 engine_id,
-                case.prefill,
+                self.cache,
                 rank,
-                self._case_of(stage).prefill_memory(rank),
+                self.memory_of(stage, rank),
                 self.port,
                 stream_tokens=max(one.num_remote_tokens for one in case.requests) * streams,
                 stage=stage,
                 dealt=self.dealt,
             )
-            for stage, rank in places(self.dealt, case.prefill)
+            for stage, rank in self.places
         ]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Stage and rank of each of its workers, by their numbers."""
+        ranks = range(self.cache.engine.tp_size)
+        return [(stage, rank) for stage in range(len(self.dealt)) for rank in ranks]
+
+    def case_of(self, stage: int) -> Case:
+        """What a worker of a stage has computed, or is to read."""
+        return replace(self.case, **{self.side: stage_of(self.cache, self.dealt[stage])})
+
+    def memory_of(self, stage: int, rank: int) -> Int64Array:
+        """Tags of a worker at the start."""
+        return getattr(self.case_of(stage), f"{self.side}_memory")(rank)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.thread.stop()
+
+
+class Prefill(_Side):
+    """A prefill engine that has computed a case's requests and holds them."""
+
+    side = "prefill"
+
+    def __init__(self, case: Case, engine_id: str, **how: Any) -> None:
+        super().__init__(case, engine_id, **how)
+        self.incarnation = uuid.uuid4().hex
+        self._nonces = {one.number: one.number for one in case.requests}
         descriptions = dict(enumerate(worker.description for worker in self.workers))
         self.server = SideChannelServer(engine_id, self.incarnation, HOST, self.port, descriptions)
-
-    def _case_of(self, stage: int) -> Case:
-        """What a worker of a stage has computed."""
-        return replace(self.case, prefill=stage_of(self.case.prefill, self.dealt[stage]))
 
     def hold(self, request: Request, *, is_streamed: bool = False) -> None:
         """Keep the request's blocks; its number is its fence's slot."""
@@ -181,10 +202,8 @@ class Prefill:
     def is_untouched(self) -> bool:
         """Whether every worker's memory is as it was."""
         return all(
-            np.array_equal(worker.memory[0], as_bytes(self._case_of(stage).prefill_memory(rank)))
-            for (stage, rank), worker in zip(
-                places(self.dealt, self.case.prefill), self.workers, strict=True
-            )
+            np.array_equal(worker.memory[0], as_bytes(self.memory_of(*place)))
+            for place, worker in zip(self.places, self.workers, strict=True)
         )
 
     def wait_released(self, requests: Iterable[Request]) -> None:
@@ -200,35 +219,13 @@ class Prefill:
 
     def close(self) -> None:
         self.server.close()
-        for worker in self.workers:
-            worker.thread.stop()
+        super().close()
 
 
-class Decode:
+class Decode(_Side):
     """A decode engine that has nothing yet."""
 
-    def __init__(
-        self, case: Case, engine_id: str = "d", *, streams: bool = False, dealt: Stages = NO_STAGES
-    ) -> None:
-        self.case = case
-        self.dealt = dealt or [names_of(case.decode)]
-        self.workers = [
-            Worker(
-                engine_id,
-                case.decode,
-                rank,
-                self._case_of(stage).decode_memory(rank),
-                free_port(),
-                stream_tokens=max(one.num_remote_tokens for one in case.requests) * streams,
-                stage=stage,
-                dealt=self.dealt,
-            )
-            for stage, rank in places(self.dealt, case.decode)
-        ]
-
-    def _case_of(self, stage: int) -> Case:
-        """What a worker of a stage is to read."""
-        return replace(self.case, decode=stage_of(self.case.decode, self.dealt[stage]))
+    side = "decode"
 
     def submit(self, request: Request, remote: RemoteRequest) -> None:
         """Load a request on every worker."""
@@ -252,9 +249,9 @@ class Decode:
         """What is wrong in the workers' memory after exactly these requests were loaded."""
         loaded = list(requests)
         found: list[str] = []
-        for number, (stage, rank) in enumerate(places(self.dealt, self.case.decode)):
-            worker, case = self.workers[number], self._case_of(stage)
-            right = case.decode_memory(rank)
+        for number, (stage, rank) in enumerate(self.places):
+            worker, case = self.workers[number], self.case_of(stage)
+            right = self.memory_of(stage, rank)
             allowed = [np.empty(0, dtype=np.int64)]
             least = 0
             for request in loaded:
@@ -270,10 +267,6 @@ class Decode:
                 found.append(f"decode worker {number}: read {num_bytes} bytes, expected {least}")
         return found
 
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.thread.stop()
-
 
 class Cluster:
     """The engines of a case; ``others`` have prefill engines of other sizes and the same
@@ -288,7 +281,7 @@ class Cluster:
         ours: Stages = NO_STAGES,
     ) -> None:
         self.requests = case.requests
-        self.decode = Decode(case, streams=streams, dealt=ours)
+        self.decode = Decode(case, "d", streams=streams, dealt=ours)
         self.prefills = [
             Prefill(one, f"p{number}", streams=streams, dealt=theirs)
             for number, one in enumerate((case, *others))

@@ -36,7 +36,11 @@ def test_its_workers_are_those_that_requests_will_name(make_engine: MakeEngine) 
     assert_works(decode, prefill)
     assert states(decode) == {"ready": 1}
     decode.collect()
-    assert len(decode.recorded["handshake_seconds"]) == 1, "the request asked once more"
+    recorded = decode.recorded
+    assert len(recorded["handshake_seconds"]) == 1, "the request asked once more"
+    for name in ("transfer_seconds", "post_seconds", "queue_seconds"):
+        assert len(recorded[name]) == 1, name
+    assert (recorded["descriptors"], recorded["bytes"]) == (6, 6 * BLOCK_BYTES)
 
 
 def test_an_engine_that_starts_later_is_found(

@@ -120,7 +120,7 @@ def test_the_comparison_notices_one_altered_byte(pair: tuple[Size, Size]) -> Non
     with staged(case_between("hybrid", pair[0][0], pair[1][0], 1), *pair) as cluster:
         (request,) = cluster.requests
         rank, stage = (1, 0) if pair[0][0] > 1 else (0, 1)
-        there = cluster.prefill._case_of(stage).prefill
+        there = cluster.prefill.case_of(stage).prefill
         tags = held(there, rank, request.number, request.remote, request.num_remote_tokens)
         cluster.prefill.workers[1].memory[0][tags.offsets[-1]] ^= 1
         cluster.run()

@@ -26,14 +26,10 @@ class Pair:
         self.taken: dict[str, int] = {}
         self.prefill.tables.fences.arm(key)
 
-    def take(self, name: str) -> tuple[int, int]:
-        slot, nonce = self.slots.take() or (-1, 0)
-        self.taken[name] = slot
-        return slot, nonce
-
     def remote(self, name: str, lease_seconds: float = 600.0, **changes: Any) -> Any:
         """A finished prefill of block 9, which is held."""
-        slot, nonce = self.take(name)
+        slot, nonce = self.slots.take() or (-1, 0)
+        self.taken[name] = slot
         self.prefill.thread.submit(Hold(name, lease_seconds, slot, nonce))
         return self.prefill.remote(
             name, [9], **{"fence_slot": slot, "fence_nonce": nonce, **changes}
@@ -71,14 +67,7 @@ def assert_refused(pair: Pair, name: str, remote: Any, lines: Lines, *words: str
     pair.decode.recorded["failures"] = {}
 
 
-def test_parameters_used_twice_fail_the_second_time(pair: Pair, log_lines: Lines) -> None:
-    remote = pair.remote("x")
-    assert_reads(pair, "x", remote)
-    assert_refused(pair, "second", remote, log_lines, "its parameters were used twice")
-    assert_reads(pair, "y", pair.remote("y"))
-
-
-def test_parameters_used_again_when_others_have_their_slot(
+def test_parameters_used_twice_fail_also_when_others_have_their_slot(
     make_engine: MakeEngine, log_lines: Lines
 ) -> None:
     pair = Pair(make_engine, num_slots=1)
@@ -89,6 +78,7 @@ def test_parameters_used_again_when_others_have_their_slot(
         for old, remote in enumerate(remotes[:-1]):
             assert_refused(pair, f"replay-{number}-{old}", remote, log_lines)
         assert_reads(pair, f"x{number}", remotes[-1])
+    assert_refused(pair, "again", remotes[-1], log_lines, "its parameters were used twice")
 
 
 def test_a_lease_that_ran_out_is_noticed(pair: Pair, log_lines: Lines) -> None:

@@ -37,14 +37,9 @@ class Owner:
 
     def offer(self, block_ids: list[int]) -> list[bytes]:
         """Put blocks on offer, each under what it holds."""
-        names = [self.content(block) for block in block_ids]
+        names = [_content(self.engine, block) for block in block_ids]
         self.table.offer(names, block_ids)
         return names
-
-    def content(self, block: int) -> bytes:
-        """What a block holds in all layers, which is its name here."""
-        begin = block * STRIDE_BYTES
-        return b"".join(row[begin : begin + BLOCK_BYTES].tobytes() for row in self.engine.memory)
 
     def overwrite(self, block: int) -> None:
         """As vLLM's pool and worker do: the block is no longer on offer, then it is written to."""
