@@ -115,13 +115,8 @@ def queue(model: Path) -> Any:
     return [writer, reader]
 
 
-PARTS: dict[str, Callable[[Path], Any]] = {
-    part.__name__: part
-    for part in (
-        *(prefill_engine, decode_engine, reusing_engine),
-        *(worker, queue),
-    )
-}
+ALL = (prefill_engine, decode_engine, reusing_engine, worker, queue)
+PARTS: dict[str, Callable[[Path], Any]] = {part.__name__: part for part in ALL}
 
 
 class Cycle:

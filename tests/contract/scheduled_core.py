@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_commext.nixl.metadata import WorkerMetadata
-from vllm_commext.nixl.requests import FailedLoad
+from vllm_commext.nixl.requests import Chunk, FailedLoad, Hold, Restart
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -60,10 +60,10 @@ def answer_to(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Worker:
-    """What it computes and moves at once; ``computed`` are positions, in order, and ``told`` all
-    loads. Loads whose requests ``fails`` names fail, with ``num_read`` tokens here all the same;
-    none ends while it ``holds_loads``. Where it ``keeps`` prefills, they are ``kept`` until they
-    are released."""
+    """What it computes and moves at once; ``computed`` are positions, in order, ``told`` all loads,
+    ``chunks`` those of prompts since one was begun again. Loads whose requests ``fails`` names
+    fail, with ``num_read`` tokens here all the same; none ends while it ``holds_loads``. Where it
+    ``keeps`` prefills, they are ``kept`` until they are released."""
 
     def __init__(self) -> None:
         self.computed: dict[str, list[int]] = {}
@@ -74,6 +74,9 @@ class Worker:
         self.kept: set[str] = set()
         self.renews = True
         self.told: list[Any] = []
+        self.chunks: list[Chunk] = []
+        self.restarts: list[Restart] = []
+        self.holds: list[Hold] = []
         self.loads: list[Any] = []
         self.released: list[str] = []
         self._tokens: dict[str, list[int]] = {}
@@ -116,6 +119,9 @@ class Worker:
         if told is None:
             return None
         self.told += told.loads
+        self.chunks = [*([] if told.restarts else self.chunks), *told.chunks]
+        self.restarts += told.restarts
+        self.holds += told.holds
         self.loads += [load for load in told.loads if load.awaited]
         self.released += [load.request_id for load in told.loads if not load.awaited]
         self.kept |= {hold.request_id for hold in told.holds}

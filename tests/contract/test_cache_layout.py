@@ -33,6 +33,8 @@ from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
 
 ALONE = Rank(1, 0)
 NUM_HEADS = 4
+VALUES: dict[str, Any] = {"block_size": 32, "head_size": 8, "dtype": torch.bfloat16}
+WINDOW = SlidingWindowSpec(**VALUES, num_kv_heads=NUM_HEADS, sliding_window=64)
 ORDERS = ["HND", "NHD", "blocks outermost"]
 LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
 INDEXER = getattr(getattr(kv_cache_interface, "SparseCacheRole", None), "INDEXER", None)
@@ -41,13 +43,7 @@ Caches = Mapping[str, torch.Tensor]
 
 
 def full(num_heads: int = NUM_HEADS, **changes: Any) -> FullAttentionSpec:
-    values = {"block_size": 32, "num_kv_heads": num_heads, "head_size": 8, "dtype": torch.bfloat16}
-    return FullAttentionSpec(**{**values, **changes})
-
-
-def window(num_heads: int = NUM_HEADS, **changes: Any) -> SlidingWindowSpec:
-    values = {"block_size": 32, "num_kv_heads": num_heads, "head_size": 8, "dtype": torch.bfloat16}
-    return SlidingWindowSpec(**{**values, "sliding_window": 64, **changes})
+    return FullAttentionSpec(**{**VALUES, "num_kv_heads": num_heads, **changes})
 
 
 def describe(
@@ -105,7 +101,7 @@ def assert_tokens_are_where_it_says(layout: CacheLayout, caches: Caches) -> None
 MODELS: dict[str, dict[str, KVCacheSpec]] = {
     "full attention": {f"l{n}": full() for n in range(3)},
     "heads of two sizes": {"a": full(), "b": full(head_size=16), "c": full()},
-    "window and full attention": {"a": window(), "b": full(), "c": window(), "d": window()},
+    "window and full attention": {"a": WINDOW, "b": full(), "c": WINDOW, "d": WINDOW},
     "chunks of float32": {f"l{n}": full(dtype=torch.float32) for n in range(2)},
 }
 

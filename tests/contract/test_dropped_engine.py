@@ -9,13 +9,9 @@ from tests.contract.vllm_process import python_at_once
 COLLECTION_SECONDS = 5.0
 
 
-def check(returncode: int, stdout: str, stderr: str) -> None:
-    assert returncode == 0, stderr
-    assert float(stdout.splitlines()[-1]) < COLLECTION_SECONDS
-
-
 def test_no_part_holds_up_a_collection(folder: Path) -> None:
     code = Path(dropped_part.__file__).read_text()
     all_args = [(part, str(folder)) for part in dropped_part.PARTS]
     for done in python_at_once(code, all_args):
-        check(done.returncode, done.stdout, f"{done.args}: {done.stderr}")
+        assert done.returncode == 0, f"{done.args}: {done.stderr}"
+        assert float(done.stdout.splitlines()[-1]) < COLLECTION_SECONDS

@@ -100,8 +100,8 @@ def goes_through(core: Core, params: Any) -> None:
     turn_until(core, lambda: not (side.prompts.quarantine.has_loads or side._prefills._states))
 
 
-def offered(secret: bytes | None, prompt: list[int] = PROMPT, **fields: Any) -> dict[str, Any]:
-    """What a prefill engine returns for a prompt."""
+def offered(secret: bytes | None) -> dict[str, Any]:
+    """What a prefill engine returns for the prompt."""
     remote = RemoteRequest(
         engine_id="p",
         incarnation="start",
@@ -109,13 +109,13 @@ def offered(secret: bytes | None, prompt: list[int] = PROMPT, **fields: Any) -> 
         port=1,
         tp_size=1,
         request_id="r",
-        block_ids=(tuple(range(1, 2 + len(prompt) // BLOCK)),),
-        num_tokens=len(prompt),
+        block_ids=(tuple(range(1, 2 + len(PROMPT) // BLOCK)),),
+        num_tokens=len(PROMPT),
         fence_slot=3,
         fence_nonce=5,
     )
-    about = digests(Prompt(len(prompt), prompt), len(prompt))
-    return {**write_params(TransferParams(remote, about, 7, "s greedy"), secret), **fields}
+    about = digests(Prompt(len(PROMPT), PROMPT), len(PROMPT))
+    return write_params(TransferParams(remote, about, 7, "s greedy"), secret)
 
 
 @SETTINGS

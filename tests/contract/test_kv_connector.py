@@ -9,9 +9,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
@@ -25,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_commext.compat import kv_connector
-from vllm_commext.compat import kv_connector as compat
 from vllm_commext.errors import ConfigError, UnsupportedError
 from vllm_commext.nixl import connector, engine_facts
 from vllm_commext.nixl.config import ConnectorConfig, parse_config
@@ -61,7 +58,7 @@ def vllm_config(**extra: Any) -> VllmConfig:
 
 
 def test_the_parallelism_of_a_default_configuration_is_one() -> None:
-    sizes = compat.context_parallel_sizes(vllm_config())
+    sizes = kv_connector.context_parallel_sizes(vllm_config())
     assert set(sizes.values()) == {1}
     for name in sizes:
         assert hasattr(vllm_config().parallel_config, name), name
@@ -289,15 +286,20 @@ def test_statistics_add_up_and_read_back() -> None:
     assert set(total.reduce().values()) == {0}
 
 
-def test_metrics_reach_prometheus() -> None:
-    registry = CollectorRegistry()
+def metrics_of_two(registry: CollectorRegistry) -> Any:
+    """Those of engines 0 and 1."""
     types: dict[Any, Any] = {
         kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
     }
-    labels = {"model_name": "m", "engine": "1"}
-    metrics = CommextNixlConnector.build_prom_metrics(
-        vllm_config(), types, list(labels), {0: ["m", "0"], 1: ["m", "1"]}
+    labels = {number: ["m", str(number)] for number in (0, 1)}
+    return CommextNixlConnector.build_prom_metrics(
+        vllm_config(), types, ["model_name", "engine"], labels
     )
+
+
+def test_metrics_reach_prometheus() -> None:
+    registry = CollectorRegistry()
+    metrics, labels = metrics_of_two(registry), {"model_name": "m", "engine": "1"}
 
     def value(name: str, **more: str) -> float | None:
         return registry.get_sample_value(f"vllm:commext_nixl_{name}", {**labels, **more})
@@ -328,18 +330,13 @@ def test_metrics_reach_prometheus() -> None:
 
 def test_gauges_add_up_over_workers_and_stay_until_the_next_ones() -> None:
     registry = CollectorRegistry()
-    types: dict[Any, Any] = {
-        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
-    }
-    metrics = CommextNixlConnector.build_prom_metrics(
-        vllm_config(), types, ["engine"], {0: ["0"], 1: ["1"]}
-    )
+    metrics = metrics_of_two(registry)
 
     def show(engine: int = 0, **sources: dict[str, float]) -> None:
         metrics.observe({**empty_data(), "gauges": sources}, engine_idx=engine)
 
     def value(name: str, engine: str = "0", **more: str) -> float | None:
-        labels = {"engine": engine, **more}
+        labels = {"model_name": "m", "engine": engine, **more}
         return registry.get_sample_value(f"vllm:commext_nixl_{name}", labels)
 
     assert value("held_requests") == value("quarantined_blocks") == 0

@@ -25,13 +25,6 @@ MakeEngine = Callable[..., Engine]
 NUM_SLOTS = 64  # fewer than an engine has: all are to be taken twice
 
 
-def warm(engine: Engine, num_tokens: int) -> None:
-    """Leave the first ``num_tokens`` of the prompt in the prefix cache."""
-    request = request_of("warm", tokens=list(range(num_tokens)))
-    engine.prefill(request)
-    engine.manager.free(request)
-
-
 FINISHED = [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED]
 
 
@@ -98,7 +91,9 @@ def test_what_is_not_for_this_engine_is_left_alone(
 @pytest.mark.parametrize("offered", [0, 3, 4, 6, 8])
 def test_what_is_here_already_is_only_released(make_engine: MakeEngine, offered: int) -> None:
     engine = make_engine("kv_consumer")
-    warm(engine, 8)
+    first = request_of("first", tokens=list(range(8)))
+    engine.prefill(first)
+    engine.manager.free(first)
     request = request_of("r", to_decode(offered))
     assert engine.schedule(request) == (8, 0)
     (load,) = engine.step().loads

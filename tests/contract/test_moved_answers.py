@@ -22,7 +22,6 @@ from tests.contract.reuse_engines import (
     MOST,
     Engine,
     Writes,
-    changed,
     has_ended,
     start,
     turn_until,
@@ -77,11 +76,6 @@ def goes_on(reader: Engine, *owners: Engine, **params: Any) -> list[int]:
 
 def offers_of(engine: Engine) -> Any:
     return engine.side._reuse._offers._table
-
-
-def names_of(engine: Engine, tokens: Sequence[int], **params: Any) -> list[bytes]:
-    request = changed(request_of("look", tokens), params, engine)
-    return engine.side._reuse._names.of(request, len(tokens))
 
 
 def test_the_answer_so_far_is_read_and_not_computed(make: MakeEngine, is_async: bool) -> None:

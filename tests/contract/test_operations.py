@@ -9,7 +9,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,18 +35,19 @@ MIN_PHRASE = 12
 PLACEHOLDER = re.compile(r"%[-.\d]*[sdgf]")
 
 
-class Transfer:
-    """With every option that adds a metric."""
-
-    kv_connector_extra_config: ClassVar[dict[str, Any]] = {"reuse_blocks": True}
-    is_kv_consumer = True
-    kv_buffer_device = "cpu"
-
-
-class Config:
-    """As much of vLLM's configuration as the metrics look at."""
-
-    kv_transfer_config = Transfer()
+def registered(**options: Any) -> CollectorRegistry:
+    """What the connector registers under these settings of its."""
+    registry = CollectorRegistry()
+    types: dict[Any, Any] = {
+        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
+    }
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=options, is_kv_consumer=True, kv_buffer_device="cpu"
+        )
+    )
+    CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    return registry
 
 
 @pytest.mark.parametrize(
@@ -55,30 +57,17 @@ class Config:
 def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
     changes: dict[str, Any], value: bool
 ) -> None:
-    registry = CollectorRegistry()
-    types: dict[Any, Any] = {
-        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
-    }
-    config: Any = Config()
-    config.kv_transfer_config = Transfer()
-    config.kv_transfer_config.kv_connector_extra_config = changes
-    CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-    known = read_capabilities(generate_latest(registry).decode())
+    known = read_capabilities(generate_latest(registered(**changes)).decode())
     assert known.streams == value
     [rank] = known.ranks
     assert (rank.number, rank.releases, rank.reuse) == ("0", True, False)
 
 
 def families() -> dict[str, tuple[str, set[str]]]:
-    """Each family's kind and labels, by name as a page of metrics declares it."""
-    registry = CollectorRegistry()
-    types: dict[Any, Any] = {
-        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
-    }
-    config: Any = Config()
-    CommextNixlPromMetrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-    proxy = ProxyMetrics([])
-    collectors = [*registry._collector_to_names, *proxy._registry._collector_to_names]
+    """Each family's kind and labels, by name as a page of metrics declares it; with every option
+    that adds one."""
+    registries = registered(reuse_blocks=True), ProxyMetrics([])._registry
+    collectors = [one for registry in registries for one in registry._collector_to_names]
     return {one._name: (one._type, set(one._labelnames)) for one in collectors}  # type: ignore[attr-defined]
 
 

@@ -180,19 +180,3 @@ def test_parameters_of_another_connector_go_no_further(make_engine: MakeEngine) 
     unscheduled.status = RequestStatus.FINISHED_ABORTED
     decode.connector.request_finished(unscheduled, [])
     assert decode.step() == StepMetadata()
-
-
-def of_version_0_2() -> dict[str, Any]:
-    params = to_decode()
-    for name in ("remote_protocol", "remote_prompt", "remote_seal"):
-        del params[name]
-    return params
-
-
-def test_a_prefill_engine_of_version_0_2_is_not_read(make_engine: MakeEngine) -> None:
-    decode = make_engine("kv_consumer")
-    decode.schedule(request_of("r", of_version_0_2()))
-    (load,) = decode.step().loads
-    assert load.refusal.startswith(f"kv_transfer_params: expected remote_protocol {4}, got None")
-    assert "install the same vllm-commext on both engines" in load.refusal
-    assert load.remote is None

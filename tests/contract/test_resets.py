@@ -132,33 +132,25 @@ def test_new_weights_end_what_a_prefill_engine_keeps(
 
 
 @each_reset
-def test_a_token_that_came_before_new_weights_is_not_used(
-    make_core: MakeCore, reset: Callable[[Core], None], is_async: bool
+@pytest.mark.parametrize("has_come", [False, True])
+def test_parameters_from_before_new_weights_and_their_token_are_not_used(
+    make_core: MakeCore, reset: Callable[[Core], None], is_async: bool, has_come: bool
 ) -> None:
     core = make_core("kv_consumer", is_async=is_async)
     params = {**prefilled(make_core("kv_producer"), PROMPT), "remote_first_token": 3}
-    core.add(request_of("d", PROMPT, params, max_tokens=2))
-    reset(core)
+    request = request_of("d", PROMPT, params, max_tokens=2)
+    if has_come:
+        core.add(request)
+        reset(core)
+    else:
+        core.turn()
+        reset(core)
+        core.add(request)
     core.run("d")
     assert core.answer("d").tokens == ANSWER
     assert core.worker.computed["d"][:14] == EVERY_POSITION
     assert (core.worker.loads, core.worker.released) == ([], ["d"])
     assert core.ways == {"differs": 1}
-
-
-@each_reset
-def test_parameters_from_before_new_weights_are_not_used(
-    make_core: MakeCore, reset: Callable[[Core], None]
-) -> None:
-    core = make_core("kv_consumer")
-    params = {**prefilled(make_core("kv_producer"), PROMPT), "remote_first_token": 3}
-    core.turn()
-    reset(core)
-    core.add(request_of("d", PROMPT, params, max_tokens=2))
-    core.run("d")
-    assert core.answer("d").tokens == ANSWER
-    assert core.worker.computed["d"][:14] == EVERY_POSITION
-    assert (core.worker.loads, core.worker.released) == ([], ["d"])
 
 
 def test_parameters_from_after_new_weights_are_used(

@@ -5,15 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.contract.scheduler_engine import TO_PREFILL, request_of
 from tests.kit.descriptions import description
+from tests.kit.inquiry import ask
 from tests.kit.load_states import begin_load
 from tests.kit.ports import free_port
+from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.geometry.layout import (
@@ -28,11 +29,9 @@ from vllm_commext.nixl.metadata import HandshakeMetadata, WorkerMetadata
 from vllm_commext.nixl.requests import FailedLoad
 from vllm_commext.nixl.scheduler import SchedulerSide
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.nixl.wire.connection import endpoint
 from vllm_commext.nixl.wire.description import open_description
 
 HOST = "127.0.0.1"
-BOUND_SECONDS = 60
 
 
 def scheduler_side(port: int, tp_size: int = 1, pp_size: int = 1, **settings: Any) -> SchedulerSide:
@@ -47,13 +46,9 @@ def test_rejects_of_the_side_channel_are_counted_once() -> None:
     side = scheduler_side(port)
     side.serve({})
     try:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(endpoint(HOST, port))
-            for _ in range(3):
-                dealer.send(b"garbage")
-                assert dealer.poll(BOUND_SECONDS * 1000)
-                dealer.recv_multipart()
+        for _ in range(3):
+            with pytest.raises(ProtocolError):
+                ask(HOST, port, wire.DescribeRequest(engine_id="another", tp_rank=0))
         stats = side.take_stats()
         assert stats["side_channel_rejects"] == 3
         assert side.take_stats() is None

@@ -19,42 +19,21 @@ from tests.contract.arrivals import HOST, PROMPT, TO_STREAM, WHOLE, Channel, Mak
 from tests.contract.scheduled_core import (
     BLOCK,
     Core,
+    Worker,
     free,
     has_ended,
     next_token,
     request_of,
     turn_until,
 )
-from vllm_commext.nixl.metadata import StepMetadata
 from vllm_commext.nixl.prefill.fence import FenceTable
-from vllm_commext.nixl.requests import Chunk, Hold, Restart
+from vllm_commext.nixl.requests import Hold
 from vllm_commext.nixl.wire.params import write_place
 
-BOUND_SECONDS = 60.0
 SECRET = b"0123456789abcdef"
 
 
-class Told:
-    def __init__(self, core: Core) -> None:
-        self.chunks: list[Chunk] = []
-        self.restarts: list[Restart] = []
-        self.holds: list[Hold] = []
-        execute = core.worker.execute
-
-        def note(step: Any) -> Any:
-            told = step.kv_connector_metadata
-            assert isinstance(told, StepMetadata)
-            if told.restarts:
-                self.chunks.clear()
-            self.chunks += told.chunks
-            self.restarts += told.restarts
-            self.holds += told.holds
-            return execute(step)
-
-        core.worker.execute = note
-
-
-def blocks_in(told: Told) -> list[int]:
+def blocks_in(told: Worker) -> list[int]:
     """The prompt's blocks, as they were told."""
     found: list[int] = []
     for chunk in told.chunks:
@@ -71,7 +50,7 @@ def params_of(core: Core, name: str) -> Any:
 
 def test_each_step_of_a_prompt_is_told_with_its_blocks(make_core: MakeCore, is_async: bool) -> None:
     core = make_core("kv_producer", is_async=is_async)
-    told = Told(core)
+    told = core.worker
     core.add(request_of("warm", PROMPT[:10], max_tokens=1))
     core.run("warm")
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
@@ -90,7 +69,7 @@ def test_each_step_of_a_prompt_is_told_with_its_blocks(make_core: MakeCore, is_a
 
 def test_a_preempted_prompt_is_told_anew(make_core: MakeCore, is_async: bool) -> None:
     core = make_core("kv_producer", is_async=is_async, num_blocks=14)
-    told = Told(core)
+    told = core.worker
     # Both are let in, and the last block that the prompt needs has gone to the other by then.
     other = [100 + token for token in range(11)]
     core.add(request_of("other", other, max_tokens=30))
@@ -108,7 +87,7 @@ def test_a_preempted_prompt_is_told_anew(make_core: MakeCore, is_async: bool) ->
 
 def test_an_aborted_prompt_keeps_its_blocks_until_its_readers_are_told(make_core: MakeCore) -> None:
     core = make_core("kv_producer")
-    told = Told(core)
+    told = core.worker
     before = free(core)
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
     core.turn()
@@ -128,7 +107,7 @@ def test_fences_agree_after_a_prompt_was_preempted_and_aborted_between_two_steps
     side = core.scheduler.get_kv_connector().scheduler_side  # pyright: ignore
     fences = FenceTable()
     fences.arm(side.engine.fence_key)
-    told = Told(core)
+    told = core.worker
     before = free(core)
     core.add(request_of("p", PROMPT, TO_STREAM, max_tokens=1))
     core.turn()
@@ -190,27 +169,35 @@ def test_an_engine_does_not_sleep_over_a_request_that_waits_for_its_grammar(
 
 
 @pytest.mark.parametrize(
-    "begin",
+    ("begin", "settings", "words"),
     [
-        lambda channel: channel.begin(PROMPT, refusal="no"),
-        lambda channel: channel.begin(PROMPT, row=-1),
-        lambda channel: channel.begin(PROMPT, fence_slot=-1),
-        lambda channel: channel.begin(PROMPT, num_tokens=0),
-        lambda channel: channel.close(),
+        (lambda channel: channel.begin(PROMPT, refusal="said no"), {}, "said no"),
+        (lambda channel: channel.begin(PROMPT, row=-1), {}, ""),
+        (lambda channel: channel.begin(PROMPT, fence_slot=-1), {}, ""),
+        (lambda channel: channel.begin(PROMPT, num_tokens=0), {}, ""),
+        (lambda channel: channel.close(), {}, ""),
+        (lambda _: None, {"stream_begin_timeout": 0.2}, "stream_begin_timeout"),
+        (lambda _: None, {"stream_chunks": False}, "stream_chunks"),
     ],
-    ids=["refused", "no row", "no fence", "no tokens", "gone"],
+    ids=["refused", "no row", "no fence", "no tokens", "gone", "too late", "streams nothing"],
 )
 def test_what_a_request_is_told_in_vain_fails_it(
-    make_core: MakeCore, channel: Channel, begin: Callable[[Channel], None]
+    make_core: MakeCore,
+    channel: Channel,
+    begin: Callable[[Channel], None],
+    settings: dict[str, Any],
+    words: str,
 ) -> None:
-    core = make_core("kv_consumer")
+    core = make_core("kv_consumer", **settings)
     core.worker.fails = lambda request_id: True
     before = free(core)
     begin(channel)
     core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
     turn_until(core, lambda: has_ended(core, "d"))
     assert core.answer("d").finish_reason == FinishReason.ERROR
-    assert [load.remote for load in core.worker.told] == [None]
+    (load,) = core.worker.told
+    assert load.remote is None
+    assert words in load.refusal
     turn_until(core, lambda: free(core) == before)
 
 
@@ -225,16 +212,6 @@ def test_a_stream_of_another_prompt_is_not_read(
     assert core.answer("d").tokens[0] == next_token(PROMPT)
     assert core.worker.computed["d"][: len(PROMPT)] == list(range(len(PROMPT)))
     assert core.failures == {"request": 1}
-
-
-def test_a_request_that_waits_too_long_fails(make_core: MakeCore, channel: Channel) -> None:
-    core = make_core("kv_consumer", stream_begin_timeout=0.2)
-    core.worker.fails = lambda request_id: True
-    told = core.worker.told
-    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-    turn_until(core, lambda: has_ended(core, "d"))
-    assert core.answer("d").finish_reason == FinishReason.ERROR
-    assert "stream_begin_timeout" in told[0].refusal
 
 
 def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
@@ -271,14 +248,3 @@ def test_with_a_secret_no_place_is_asked_that_it_does_not_prove(
         core.add(request_of("proven", PROMPT, channel.params, max_tokens=3))
         turn_until(core, lambda: has_ended(core, "proven"))
         assert (loads[-1].refusal, loads[-1].remote.stream_row) == ("", 3)
-
-
-def test_an_engine_that_streams_nothing_says_what_to_set(
-    make_core: MakeCore, channel: Channel
-) -> None:
-    core = make_core("kv_consumer", stream_chunks=False)
-    core.worker.fails = lambda request_id: True
-    told = core.worker.told
-    core.add(request_of("d", PROMPT, channel.params, max_tokens=3))
-    turn_until(core, lambda: has_ended(core, "d"))
-    assert "stream_chunks" in told[0].refusal

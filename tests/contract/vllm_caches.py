@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.worker import utils as worker_utils
 
 try:

@@ -3,15 +3,13 @@ where it has one."""
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from tests.kit.descriptions import description
-from tests.kit.inquiry import Inquiry
+from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.ports import free_port
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import messages as wire
@@ -20,9 +18,7 @@ from vllm_commext.nixl.wire.client import MAX_FRAMES
 from vllm_commext.nixl.wire.description import describe
 
 HOST = "127.0.0.1"
-BOUND_SECONDS = 20.0
 SECRET = b"a secret of sixteen bytes and more"
-OTHER = b"another one of sixteen bytes and more"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 
 
@@ -35,16 +31,6 @@ def serving(drains: threading.Event, secret: bytes | None = None) -> Iterator[in
         yield port
     finally:
         server.close()
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while time.monotonic() < deadline:
-        found = look()
-        if found is not None:
-            return found
-        time.sleep(0.002)
-    pytest.fail("nothing came in time")
 
 
 @contextmanager
@@ -70,7 +56,8 @@ def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(secret: bytes 
         for expected in (True, False):
             drains.set() if expected else drains.clear()
             for inquiry in (one, two):
-                assert wait_for(inquiry.take_news) is expected
+                wait_for(lambda asked=inquiry: asked.is_connected() and asked._news)
+                assert inquiry.take_news() is expected
                 assert inquiry.take_news() is None, "once"
                 assert inquiry.is_connected()
 

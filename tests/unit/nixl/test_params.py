@@ -254,17 +254,3 @@ def check_ranges(remote: RemoteRequest) -> None:
     assert 1 <= remote.port <= 65535
     assert remote.fence_slot >= 0
     assert 0 <= remote.fence_nonce < 1 << 64
-
-
-@pytest.mark.parametrize("half", ["\ud800", "a\udfffb"])
-@pytest.mark.parametrize(
-    "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_sampling"]
-)
-def test_half_a_character_is_refused_with_a_secret(name: str, half: str) -> None:
-    params = {**write_params(TRANSFER, SECRET, chunk_tokens=9), name: half}
-    with pytest.raises(ProtocolError, match="kv_transfer_params"):
-        read_params(params, SECRET)
-    with pytest.raises(ProtocolError, match="kv_transfer_params"):
-        place_of_stream({**params, "remote_host": half}, SECRET)
-    with pytest.raises(ProtocolError, match="kv_transfer_params"):
-        places_for_reuse({"reuse_from": [{"host": half, "port": 1, "seal": "0"}]}, SECRET)

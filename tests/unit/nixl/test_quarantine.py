@@ -44,12 +44,6 @@ class Pool:
         return sum(block.ref_cnt == 0 for block in self.blocks)
 
 
-def quarantine_over(pool: Any, num_workers: int = 1) -> Quarantine:
-    quarantine = Quarantine(num_workers)
-    quarantine.bind(pool)
-    return quarantine
-
-
 def test_without_a_pool_a_late_load_goes_on() -> None:
     quarantine = Quarantine(1)
     blocks: Any = Pool().take(2)
@@ -62,8 +56,9 @@ def test_without_a_pool_a_late_load_goes_on() -> None:
 @given(data=st.data())
 @settings(max_examples=30)
 def test_random_histories_give_every_block_back(num_workers: int, data: st.DataObject) -> None:
-    pool = Pool()
-    quarantine = quarantine_over(pool, num_workers)
+    pool: Any = Pool()
+    quarantine = Quarantine(num_workers)
+    quarantine.bind(pool)
     loading: dict[str, list[Block]] = {}
     unsettled: dict[str, tuple[int, list[Block]]] = {}
     for number in range(data.draw(st.integers(1, 12))):

@@ -27,8 +27,6 @@ Served = tuple[SideChannelServer, int]
 BOUND_SECONDS = 20.0
 HOST = "127.0.0.1"
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=1)
-DEEP = b"\x84\xa4kind\xa8describe\xa9engine_id\xa1p\xa7tp_rank\x01\xa1x" + b"\x91" * 3900
-"""Cut off, as Python 3.13 allows so deep a field, and fields that nobody knows are passed over."""
 
 
 def described(rank: int) -> bytes:
@@ -93,23 +91,14 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
     assert ask(served[1])
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b""],
-        [wire.encode(REQUEST)[:-1]],
-        [wire.encode(wire.Refused(reason="?"))],
-        [DEEP],
-        [b"", b"hello"],
-    ],
-)
-def test_garbage_is_refused_and_the_next_request_served(
-    served: Served, dealer: Any, frames: list[bytes]
+def test_garbage_of_a_req_socket_is_refused_and_the_next_request_served(
+    served: Served, dealer: Any
 ) -> None:
     refused_before = served[0].num_refused
-    dealer.send_multipart(frames)
-    reply = wire.decode_reply(dealer.recv_multipart()[-1])
-    assert isinstance(reply, wire.Refused)
+    dealer.send_multipart([b"", b"hello"])
+    envelope, answer = dealer.recv_multipart()
+    assert envelope == b""
+    assert isinstance(wire.decode_reply(answer), wire.Refused)
     assert served[0].num_refused == refused_before + 1
     assert ask(served[1])
 
