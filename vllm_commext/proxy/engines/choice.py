@@ -129,7 +129,7 @@ class Chooser:
             return self._planner.place(now, max(tokens, 1), sources, targets)
 
         placement = best(lambda pool: self._window(pool, name))
-        if placement is not None and placement.is_late and len(decode.engines) > WINDOW:
+        if placement is not None and placement.is_late and len(decode.engines) > num:
             placement = best(_idlest)
         if placement is None:
             return Plan()
