@@ -205,9 +205,7 @@ class Served(Server):
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Compile what each engine imports, so that two that start at once do not both do it."""
-    code = "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker"
-    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ) as process:
+    with subprocess.Popen([sys.executable, "-m", "tests.kit.compiled"]) as process:
         try:
             yield
             process.wait(BACK_SECONDS)
