@@ -61,7 +61,7 @@ def announced(root: Path) -> Iterator[str]:
 
 
 def trial(version: str, nixl: str) -> Iterator[str]:
-    """What fails in an environment of that vLLM: of the contract tests and of a hand-over."""
+    """Run the contract tests and a hand-over on that vLLM, and name those that fail."""
     made = subprocess.run(
         [sys.executable, ROOT / "tools" / "cpu_env.py", VENV, "--vllm", version, "--nixl", nixl],
         check=False,

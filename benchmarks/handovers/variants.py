@@ -1,4 +1,4 @@
-"""What is compared: a plain server, vLLM's connector, and ours without and with its proxy."""
+"""The variants: a plain server, vLLM's connector, and ours without and with its proxy."""
 
 from __future__ import annotations
 

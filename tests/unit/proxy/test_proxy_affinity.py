@@ -14,7 +14,6 @@ from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
 from vllm_commext.proxy.session.two_step import BLOCK_BYTES, MAX_BLOCKS, prefix_of
 
 quick = settings(max_examples=50, deadline=None)
-TURN = {"role": "user", "content": "w" * 3000}
 ANSWER = {"role": "assistant", "content": "a" * 900}
 
 

@@ -30,7 +30,6 @@ from vllm_commext.shm.segment import (
 from .conftest import unshared
 
 CAPACITY = 4096
-CAPACITIES = st.integers(12, 30).map(lambda bits: 1 << bits)
 HEAD_AT, DATA_AT = 256, 4096
 
 
