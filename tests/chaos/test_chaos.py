@@ -26,6 +26,12 @@ KINDS = (
 BOUND_SECONDS = 120.0
 """For an answer on a busy machine; ``make chaos`` has the bound that is promised."""
 
+FEW: dict[str, Any] = {"num_requests": 10, "num_prompts": 4, "plain_reference": False}
+LONG_STREAMS: dict[str, Any] = {
+    **{"num_requests": 30, "num_clients": 6, "num_prompts": 8, "max_tokens": 200},
+    **{"spares": True, "streams": True},
+}
+
 
 def run_here(
     folder: Path, say: Callable[[str], None] = lambda _: None, **settings: Any
@@ -65,14 +71,7 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_servers")
 def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:
-    record = run_here(
-        tmp_path,
-        num_requests=10,
-        num_faults=0,
-        num_prompts=4,
-        plain_reference=False,
-        connector=CORRUPTING,
-    )
+    record = run_here(tmp_path, **FEW, num_faults=0, connector=CORRUPTING)
     report = as_markdown(record)
     assert record.verdicts[WRONG] >= 5, report
     assert record.verdicts[RIGHT] == 0, report
@@ -84,16 +83,8 @@ def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) 
 @pytest.mark.usefixtures("real_servers")
 @pytest.mark.parametrize("connector", [CONNECTOR, LEAKING])
 def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, connector: str) -> None:
-    record = run_here(
-        tmp_path,
-        num_requests=10,
-        num_faults=24,
-        kinds=("foreign_parameters",),
-        num_prompts=4,
-        plain_reference=False,
-        max_delay_seconds=0.5,
-        connector=connector,
-    )
+    faults: dict[str, Any] = {"num_faults": 24, "kinds": ("foreign_parameters",)}
+    record = run_here(tmp_path, **FEW, **faults, max_delay_seconds=0.5, connector=connector)
     found = [line for line in failures(record, timed=False) if "and no end" in line]
     assert bool(found) == (connector == LEAKING), as_markdown(record)
 
@@ -107,16 +98,7 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
 ) -> None:
     """Where they do not go on elsewhere, as a control, they end with an error."""
     record = run_here(
-        tmp_path,
-        num_requests=30,
-        num_faults=3,
-        kinds=("kill_decode",),
-        num_clients=6,
-        num_prompts=8,
-        spares=True,
-        streams=True,
-        max_tokens=200,
-        proxy_args=proxy_args,
+        tmp_path, **LONG_STREAMS, num_faults=3, kinds=("kill_decode",), proxy_args=proxy_args
     )
     report = as_markdown(record)
     assert record.resumes.total() >= 3, report
@@ -132,18 +114,8 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("real_servers")
 def test_no_stream_is_lost_that_is_read_from_the_engine_that_drains(tmp_path: Path) -> None:
-    record = run_here(
-        tmp_path,
-        num_requests=30,
-        num_faults=6,
-        kinds=("drain_decode", "kill_drained", "kill_taker"),
-        num_clients=6,
-        num_prompts=8,
-        spares=True,
-        streams=True,
-        reuse=True,
-        max_tokens=200,
-    )
+    kinds = ("drain_decode", "kill_drained", "kill_taker")
+    record = run_here(tmp_path, **LONG_STREAMS, num_faults=6, kinds=kinds, reuse=True)
     report = as_markdown(record)
     assert failures(record, timed=False) == [], report
     assert record.verdicts[ERROR] == 0, report

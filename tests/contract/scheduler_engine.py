@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.kit.parity import PREFILL_PARAMS
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.identity import Identity
 from vllm_commext.nixl.metadata import StepMetadata
@@ -31,14 +32,7 @@ from vllm_commext.nixl.wire.prompt import digests
 BLOCK = 4
 NUM_BLOCKS = 60
 MAX_TOKENS = 128
-TO_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+TO_PREFILL = dict(PREFILL_PARAMS)
 REMOTE_IDS = [[31, 7, 5, 22]]
 FULL_SPEC = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 # One block a request, as vLLM keeps a state without prefix caching.

@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cpu import behind_proxy
 from tests.kit import cluster, parity
 from tests.kit.metrics import scrape
 from tests.kit.parity import compare, complete
-from tests.kit.servers import ProxyServer, Server, VllmServer
+from tests.kit.servers import ProxyServer, Server
 from tests.kit.tiny_lora import RANK, write_lora
 
 pytestmark = pytest.mark.long  # contract tests have each adapter with its prompt, without servers
@@ -26,13 +27,9 @@ _dice = random.Random(5)
 
 
 @dataclass
-class Servers:
+class Servers(behind_proxy.Servers):
     """``plain`` serves each content under a name of its own; P and D have theirs as ``a``."""
 
-    plain: Server
-    prefill: VllmServer
-    decode: VllmServer
-    proxy: Server
     folder: Path
 
     def place(self, server: Server, content: str) -> Path:

@@ -7,12 +7,13 @@ import random
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cpu.behind_proxy import Servers
 from tests.cpu.event_streams import (
     CHAT,
     COMPLETIONS,
@@ -29,7 +30,7 @@ from tests.cpu.event_streams import (
 from tests.kit import cluster, parity
 from tests.kit.metrics import scrape, wait_for_added
 from tests.kit.prompts import CHAT_TEMPLATE
-from tests.kit.servers import ProxyServer, Server, VllmServer
+from tests.kit.servers import ProxyServer, Server
 
 CHUNK_TOKENS = 128
 HANDOVERS = "vllm:commext_nixl_handovers_total"
@@ -54,14 +55,6 @@ NAMES = ("id", "created", "system_fingerprint", "kv_transfer_params")
 """Of an answer, what is a server's own."""
 MARKUP = ("Ġ</", "</", "think", "<think>", "</think>", "<ifm|think>", "</ifm|think>")
 """Tokens that such parsers look for, in the place of control characters."""
-
-
-@dataclass
-class Servers:
-    plain: Server
-    prefill: VllmServer
-    decode: VllmServer
-    proxy: Server
 
 
 def with_markup(model: Path, folder: Path) -> Path:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.kit.parity import PREFILL_PARAMS
+
 TWO_STEP = {"prompt": "hello", "max_tokens": 20, "min_tokens": 4, "logprobs": 2, "seed": 7}
 
 
@@ -34,14 +36,7 @@ async def test_both_steps_get_what_they_need(kit: Any) -> None:
             "seed": 7,
             "stream": False,
             "ignore_eos": True,
-            "kv_transfer_params": {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "remote_host": None,
-                "remote_port": None,
-            },
+            "kv_transfer_params": PREFILL_PARAMS,
         }
         assert second.body == {**TWO_STEP, "kv_transfer_params": kit.kv_params}
         for call in (first, second):

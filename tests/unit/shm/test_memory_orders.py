@@ -164,6 +164,19 @@ def published_before_it_is_whole(state: State, _: bool) -> bool:
     return registers["flag"] == 1 and registers["content"] != 1
 
 
+def published(content: str, store: str, load: str, flag: str, tell: str, look: str) -> Scenario:
+    """One thread writes *content*, then *flag*; who sees the flag must see the content."""
+    return Scenario(
+        [
+            [step("store", content, store, value=1), step("store", flag, tell, value=1)],
+            [step("load", flag, look, into="flag"), step("load", content, load, into="content")],
+        ],
+        {content: 0, flag: 0},
+        published_before_it_is_whole,
+        [(0, tell, RELAXED), (1, look, RELAXED)],
+    )
+
+
 SCENARIOS = {
     "records through room for one, to two readers": Scenario(
         [record_writer(2), record_reader(0), record_reader(1)],
@@ -214,36 +227,10 @@ SCENARIOS = {
         somebody_sleeps,
         [(0, CANCEL, RELEASE), (0, WHOM, ACQUIRE)],
     ),
-    "a reader that attaches": Scenario(
-        [
-            [
-                step("store", "locked", LOCKED, value=1),
-                step("store", "state", ATTACHED, value=1),
-            ],
-            [
-                step("load", "state", IS_ATTACHED, into="flag"),
-                step("load", "locked", IS_LOCKED, into="content"),
-            ],
-        ],
-        {"locked": 0, "state": 0},
-        published_before_it_is_whole,
-        [(0, ATTACHED, RELAXED), (1, IS_ATTACHED, RELAXED)],
+    "a reader that attaches": published(
+        "locked", LOCKED, IS_LOCKED, "state", ATTACHED, IS_ATTACHED
     ),
-    "a new segment": Scenario(
-        [
-            [
-                step("store", "capacity", CAPACITY, value=1),
-                step("store", "magic", MAGIC, value=1),
-            ],
-            [
-                step("load", "magic", IS_MAGIC, into="flag"),
-                step("load", "capacity", IS_CAPACITY, into="content"),
-            ],
-        ],
-        {"capacity": 0, "magic": 0},
-        published_before_it_is_whole,
-        [(0, MAGIC, RELAXED), (1, IS_MAGIC, RELAXED)],
-    ),
+    "a new segment": published("capacity", CAPACITY, IS_CAPACITY, "magic", MAGIC, IS_MAGIC),
 }
 WEAKER = [(name, *needed) for name, scenario in SCENARIOS.items() for needed in scenario.needed]
 
