@@ -1,29 +1,270 @@
-"""Running the proxy as a process: listen, announce, drain on a signal."""
+"""The proxy as a process: what a client may ask of it, its ports, and its end by a signal."""
 
 import asyncio
 import gc
 import importlib
 import logging
+import os
+import re
 import resource
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.app import ProxyApp
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
-from vllm_commext.proxy.engines.discovery import AdminApp, read_places
-from vllm_commext.proxy.http.access import ApiKeys
-from vllm_commext.proxy.http.connections import Connections
+from vllm_commext.proxy.deadline import end_tasks
+from vllm_commext.proxy.engines.choice import Chooser, is_adaptive
+from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, read_places
+from vllm_commext.proxy.engines.health import HealthMonitor
+from vllm_commext.proxy.engines.pool import ROLES, EnginePool
+from vllm_commext.proxy.http.access import (
+    ApiKeys,
+    Preflights,
+    answer_errors,
+    hide_software,
+    log_access,
+)
+from vllm_commext.proxy.http.connections import Connections, serving
+from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.http.intake import BodyBudget, Intake
+from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
+from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.session.attempt import Service
+from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
+from vllm_commext.proxy.session.session import Session
+from vllm_commext.proxy.session.upstream import Upstream, open_session
+from vllm_commext.proxy.window.window import Window
+
+if TYPE_CHECKING:
+    from vllm_commext.proxy.window.trace import Trace
 
 logger = logging.getLogger("vllm.commext.proxy")
+
+_FETCHED = {"/v1/models": "models", "/version": "version"}
+_COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
+REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
+# A data-parallel rank is not among them: it cannot be right for both engines.
+_TO_ENGINES = (
+    *("Authorization", "traceparent", "tracestate", "X-Session-ID"),
+    "Origin",
+)
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ProxyApp:
+    def __init__(self, config: ProxyConfig) -> None:
+        self.config = config
+        limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
+        self.planner = Planner(limits)
+        self.prefill_pool, self.decode_pool = (
+            EnginePool(role, config.affinity_tokens, self.planner.shared) for role in ROLES
+        )
+        self.pools = (self.prefill_pool, self.decode_pool)
+        self.registry = Registry({pool.role: pool for pool in self.pools})
+        self._sources = Sources(config, self.registry)
+        self._guards = [ApiKeys(config.api_key_file).check] if config.api_key_file else []
+        self._engine_key = (
+            read_secret(config.engine_api_key_file) if config.engine_api_key_file else ""
+        )
+        self.metrics = ProxyMetrics(self.pools)
+        self.window = Window(limits, self.registry, self.metrics)
+        self.trace: Trace | None = None
+        self.budget = BodyBudget(config.max_buffered_bytes)
+        self.num_in_flight = 0
+        self.metrics.in_flight.set_function(lambda: self.num_in_flight)
+        self._num_begun = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def build(self) -> web.Application:
+        app = web.Application(
+            middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
+        )
+        app.cleanup_ctx.append(self._resources)
+        app.on_response_prepare.append(hide_software)
+        for path in ENDPOINTS:
+            app.router.add_post(path, self.generate)
+        for path in _FETCHED:
+            app.router.add_get(path, self.fetch)
+        for path in _COUNTED:
+            app.router.add_options(path, self.preflight)
+        app.router.add_get("/live", self.live)
+        for path in ("/health", "/ready"):
+            app.router.add_get(path, self.ready)
+        app.router.add_get("/metrics", self.render_metrics)
+        return app
+
+    async def _resources(self, _: web.Application) -> AsyncIterator[None]:
+        async with open_session(self.config) as session:
+            pools = {pool.role: pool for pool in self.pools}
+            chooser = Chooser(self.config.placement, self.planner, pools)
+            self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
+            self._service = Service(self._upstream, chooser)
+            self._preflights = Preflights(self._upstream.ask_any)
+            self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
+            await self._sources.look()
+            mode, pool = self.config.placement, self.decode_pool
+            is_shown = self.config.admin_port is not None
+            monitor = HealthMonitor(
+                session, self.config, lambda: is_shown or is_adaptive(mode, pool)
+            )
+            async with monitor.running(self.registry.engines):
+                self.registry.on_added = monitor.watch
+                self.registry.on_removed = monitor.forget
+                watching = asyncio.create_task(self._sources.watch())
+                yield
+                await end_tasks([watching])
+                await self._upstream.releases.close()
+        if trace is not None:
+            await asyncio.to_thread(trace.close)
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait for the running ones; True if all have ended in time."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def live(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """200 if requests can be served now: "ok", or "degraded" by decode engines alone."""
+        status = "ok" if self.prefill_pool.num_usable else "degraded"
+        if self._draining or not self.decode_pool.num_usable:
+            status = "draining" if self._draining else "unavailable"
+        counts = {pool.role: pool.num_usable for pool in self.pools}
+        is_up = status in ("ok", "degraded")
+        return web.json_response({"status": status, **counts}, status=200 if is_up else 503)
+
+    async def render_metrics(self, _: web.Request) -> web.Response:
+        page = await asyncio.to_thread(self.metrics.render)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+    async def fetch(self, request: web.Request) -> web.Response:
+        """Pass on an engine's models or version."""
+        with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
+            headers = self._passed_headers(request)
+            status, told, body = await self._upstream.fetch(request.path, headers)
+        return web.Response(status=status, body=body, headers=told)
+
+    async def preflight(self, request: web.Request) -> web.Response:
+        return await self._preflights.answer(request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        outcome = Outcome(_request_id(request))
+        with self._counted(request, outcome), closing(Intake(self.budget, self.config)) as intake:
+            headers = self._passed_headers(request)
+            headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
+            if self.trace is not None:
+                self.trace.begin(outcome, headers)
+            await intake.read(request)
+            if not self.config.client_priority and isinstance(intake.body, dict):
+                intake.body.pop("priority", None)
+            with self._admitted(request):
+                session = Session(self._service, request, intake, headers, outcome)
+                return await session.serve(request, intake)
+
+    @contextmanager
+    def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
+        """Count a request by its outcome; a drain waits for it."""
+        try:
+            self._begin()
+            try:
+                yield
+            finally:
+                self._num_begun -= 1
+                if self._num_begun == 0:
+                    self._idle.set()
+        except ProxyError as error:
+            outcome.set(error.kind, error.side)
+            outcome.status = error.status
+            raise
+        except (ClientGoneError, asyncio.CancelledError):
+            if not outcome.is_answered:
+                outcome.set("shutdown" if self._draining else "client_gone", SIDE_PROXY)
+            raise
+        except Exception:
+            outcome.set("internal", SIDE_PROXY)
+            raise
+        finally:
+            self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
+            if self.config.admin_port is not None:
+                self.window.note(outcome)
+            if self.trace is not None:
+                self.trace.end(outcome, request.path)
+            if self.config.access_log:
+                log_access(request, outcome)
+
+    def _begin(self) -> None:
+        if self._draining:
+            raise ProxyError(503, "shutdown", "this proxy is shutting down; ask another one")
+        self._num_begun += 1
+        self._idle.clear()
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Iterator[None]:
+        if self.num_in_flight >= self.config.max_in_flight:
+            message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
+            raise ProxyError(503, "overloaded", message)
+        self.num_in_flight += 1
+        try:
+            with serving(request):
+                yield
+        finally:
+            self.num_in_flight -= 1
+
+    def _passed_headers(self, request: web.Request) -> dict[str, str]:
+        names = (*_TO_ENGINES, *((PRIORITY,) if self.config.client_priority else ()))
+        headers = {name: request.headers[name] for name in names if name in request.headers}
+        for name, value in headers.items():
+            if not value.isascii():
+                raise bad_request(f"expected ASCII in the header {name}")
+        if self.config.api_key_file:
+            headers.pop("Authorization", None)  # it was meant for the proxy
+        if self._engine_key:
+            headers["Authorization"] = f"Bearer {self._engine_key}"
+        return headers
+
+
+def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
+    """Open the sender of spans if OpenTelemetry's variables name an endpoint; its import takes a
+    second."""
+    named = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_off or environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environ.get, named)):
+        return None
+    try:
+        from vllm_commext.proxy.window.trace import open_trace
+    except ModuleNotFoundError as error:
+        text = '%s is set, but no trace is sent, for want of %s: pip install "vllm_commext[otel]"'
+        logger.warning(text, next(filter(environ.get, named)), error.name)
+        return None
+    try:
+        return open_trace(environ)
+    except ValueError as error:
+        logger.warning("no trace is sent: expected OTEL_ variables that are valid, got %s", error)
+        return None
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+
 
 _MAX_ADMIN_CONNECTIONS = 64
 _BACKLOG = 2048  # beyond, the kernel drops connections, and clients try again a second later

@@ -325,9 +325,8 @@ class Cluster:
 
 
 async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], options: Any) -> Any:
-    from vllm_commext.proxy.app import ProxyApp
     from vllm_commext.proxy.config import ProxyConfig
-    from vllm_commext.proxy.server import make_runner
+    from vllm_commext.proxy.server import ProxyApp, make_runner
 
     engines = {role: tuple(of_role) for role, of_role in urls.items()}
     config = ProxyConfig(**{"port": 0, **engines, **options})
