@@ -22,7 +22,6 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
-from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.choice import Chooser, is_adaptive
 from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, read_places
 from vllm_commext.proxy.engines.health import HealthMonitor
@@ -124,7 +123,8 @@ class ProxyApp:
                 self.registry.on_removed = monitor.forget
                 watching = asyncio.create_task(self._sources.watch())
                 yield
-                await end_tasks([watching])
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
                 await self._upstream.releases.close()
         if trace is not None:
             await asyncio.to_thread(trace.close)

@@ -11,7 +11,6 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.pool import Capabilities, Engine, Rank, SideChannel
 from vllm_commext.proxy.outcome import complaints, lack, reason_of
 
@@ -66,7 +65,7 @@ class HealthMonitor:
             watches = list(self._watches.values())
             for engine in list(self._watches):
                 self.forget(engine)
-            await end_tasks(watches)
+            await asyncio.gather(*watches, return_exceptions=True)
 
     def watch(self, engine: Engine) -> None:
         woken = asyncio.Event()

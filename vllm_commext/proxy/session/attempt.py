@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.choice import Chooser, Plan
 from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, Latest, SideChannel
 from vllm_commext.proxy.outcome import (
@@ -157,7 +156,8 @@ class Stream:
             return
         self._leave()
         decode.add_done_callback(_close)  # also where this task is cancelled meanwhile
-        await end_tasks([decode])
+        decode.cancel()
+        await asyncio.gather(decode, return_exceptions=True)
 
     def _leave(self) -> None:
         assert self._asked is not None  # as long as the decode engine is asked

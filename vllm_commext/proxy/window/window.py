@@ -16,7 +16,6 @@ from aiohttp import web
 from prometheus_client import Counter as Metric
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.discovery import Registry
 from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import Outcome, Resume
@@ -109,7 +108,8 @@ class Window:
         try:
             yield
         finally:
-            await end_tasks([task])
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def look(self, now: float) -> None:
         self._state = b""
