@@ -22,10 +22,9 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
-from vllm_commext.proxy.engines.choice import Chooser, is_adaptive
+from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, read_places
 from vllm_commext.proxy.engines.health import HealthMonitor
-from vllm_commext.proxy.engines.pool import ROLES, EnginePool
 from vllm_commext.proxy.http.access import (
     ApiKeys,
     Preflights,
@@ -37,7 +36,6 @@ from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
-from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.session.attempt import Service
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.session.session import Session
@@ -64,12 +62,9 @@ class ProxyApp:
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
         limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
-        self.planner = Planner(limits)
-        self.prefill_pool, self.decode_pool = (
-            EnginePool(role, config.affinity_tokens, self.planner.shared) for role in ROLES
-        )
-        self.pools = (self.prefill_pool, self.decode_pool)
-        self.registry = Registry({pool.role: pool for pool in self.pools})
+        self._chooser = Chooser.of(config, limits)
+        self.pools = self.prefill_pool, self.decode_pool = tuple(self._chooser.pools.values())
+        self.registry = Registry(self._chooser.pools)
         self._sources = Sources(config, self.registry)
         self._guards = [ApiKeys(config.api_key_file).check] if config.api_key_file else []
         self._engine_key = (
@@ -106,17 +101,16 @@ class ProxyApp:
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
         async with open_session(self.config) as session:
-            pools = {pool.role: pool for pool in self.pools}
-            chooser = Chooser(self.config.placement, self.planner, pools)
-            self._upstream = Upstream(session, self.config, *self.pools, self.metrics)
+            self._upstream = Upstream(
+                session, self.config, self.prefill_pool, self.decode_pool, self.metrics
+            )
+            chooser, is_shown = self._chooser, self.config.admin_port is not None
             self._service = Service(self._upstream, chooser)
             self._preflights = Preflights(self._upstream.ask_any)
             self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
             await self._sources.look()
-            mode, pool = self.config.placement, self.decode_pool
-            is_shown = self.config.admin_port is not None
             monitor = HealthMonitor(
-                session, self.config, lambda: is_shown or is_adaptive(mode, pool)
+                session, self.config, lambda: is_shown or chooser.is_adaptive
             )
             async with monitor.running(self.registry.engines):
                 self.registry.on_added = monitor.watch

@@ -4,9 +4,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from typing import Self
 
+from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
-from vllm_commext.proxy.engines.pool import DECODE, PREFILL, Engine, EnginePool, Latest, Prefix
+from vllm_commext.proxy.engines.pool import (
+    DECODE,
+    PREFILL,
+    ROLES,
+    Engine,
+    EnginePool,
+    Latest,
+    Prefix,
+)
 from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL
 from vllm_commext.proxy.policy.load import Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
@@ -92,9 +102,20 @@ class Chooser:
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
         self._mode = mode
         self._planner = planner
-        self._pools = pools
+        self.pools = pools
         self._turn = 0
         self._last = Latest[bytes, Engine]()
+
+    @classmethod
+    def of(cls, config: ProxyConfig, limits: Limits) -> Self:
+        """With pools that are empty as yet."""
+        planner = Planner(limits)
+        pools = {role: EnginePool(role, config.affinity_tokens, planner.shared) for role in ROLES}
+        return cls(config.placement, planner, pools)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return is_adaptive(self._mode, self.pools[DECODE])
 
     def plan(
         self,
@@ -107,9 +128,9 @@ class Chooser:
         decide."""
         if self._mode == LOCAL:
             return Plan()
-        if not is_adaptive(self._mode, self._pools[DECODE]):
+        if not self.is_adaptive:
             return None
-        decode, prefill = self._pools[DECODE], self._pools[PREFILL]
+        decode, prefill = self.pools[DECODE], self.pools[PREFILL]
         now, name = time.monotonic(), _name_of(prefix)
         num = num_compared(len(decode.engines))
         self._turn += num if len(decode.engines) > num else 1
