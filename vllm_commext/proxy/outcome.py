@@ -4,7 +4,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
@@ -184,6 +184,57 @@ class Life:
             raise RuntimeError(f"a request that is {self.phase} cannot be {phase} next")
         self.phase = phase
         self._marks.append((time.monotonic(), phase, ""))
+
+
+_QUEUE, _PREFILL, _ASK, _FIRST_TOKEN, _DECODE, _MOVE = _PARTS = (
+    *("queue", "prefill", "ask", "first token", "decode", "move"),
+)
+
+
+class Part(NamedTuple):
+    """One step of a request, from *began* until *ended*, seconds of ``time.monotonic``; engine: its
+    name or ""."""
+
+    name: str
+    engine: str
+    began: float
+    ended: float
+
+
+_ENDS: dict[str, tuple[str, ...]] = {
+    PREFILL_ASKED: (_QUEUE,),
+    PREFILLED: (_PREFILL,),
+    DECODE_ASKED: (_QUEUE, _ASK, _FIRST_TOKEN),
+    DECODE_ANSWERS: (_ASK,),
+    Phase.OPENED: (_QUEUE, _ASK, _FIRST_TOKEN),
+    Phase.RELAYING: (_ASK, _FIRST_TOKEN, _MOVE),
+    Phase.MOVING: (_DECODE,),
+    Phase.ASKED: _PARTS,
+    Phase.DONE: _PARTS,
+}
+_BEGINS = {
+    PREFILL_ASKED: _PREFILL,
+    DECODE_ASKED: _ASK,
+    DECODE_ANSWERS: _FIRST_TOKEN,
+    Phase.RELAYING: _DECODE,
+    Phase.MOVING: _MOVE,
+    Phase.ASKED: _QUEUE,
+}
+
+
+def parts_of(began: float, marks: Iterable[Mark]) -> list[Part]:
+    """All parts, as they ended.  A part that has not ended is left out."""
+    running, found, answers = {_QUEUE: (began, "")}, list[Part](), ""
+    for at, what, engine in marks:
+        for name in _ENDS.get(what, ()):
+            if name in running:
+                since, asked = running.pop(name)
+                found.append(Part(name, asked, since, at))
+        if what == DECODE_ASKED:
+            answers = engine
+        if (name := _BEGINS.get(what)) is not None:
+            running[name] = at, engine or (answers if name == _DECODE else "")
+    return found
 
 
 @dataclass

@@ -71,7 +71,7 @@ class ProxyApp:
             read_secret(config.engine_api_key_file) if config.engine_api_key_file else ""
         )
         self.metrics = ProxyMetrics(self.pools)
-        self.window = Window(limits, self.registry, self.metrics)
+        self.window = Window(limits, self.registry, self.metrics.streams_counted)
         self.trace: Trace | None = None
         self.budget = BodyBudget(config.max_buffered_bytes)
         self.num_in_flight = 0

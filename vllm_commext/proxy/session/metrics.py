@@ -1,6 +1,7 @@
 """The proxy's own Prometheus metrics. Every label comes from a fixed set of values."""
 
 import time
+from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -107,8 +108,23 @@ class ProxyMetrics:
         self.requests.labels(endpoint, outcome, side).inc()
         self._page_until = 0.0
 
+    def streams_counted(self) -> Counts[str]:
+        """Placements by kind, and streams that were resumed, moved, and lost for good."""
+        resumes, moves = _values(self.resumes), _values(self.moves)
+        counts = Counts(_values(self.placements))
+        counts["resumed"], counts["moved"] = resumes[Resume.RESUMED], moves[Resume.RESUMED]
+        counts["lost"] = sum(resumes.values()) - resumes[Resume.RESUMED]
+        return counts
+
     def _set_gauges(self) -> None:
         for pool in self._pools:
             self._healthy.labels(pool.role).set(pool.num_healthy)
             for engine in pool.engines:
                 self._engine_in_flight.labels(engine.role, engine.name).set(engine.in_flight)
+
+
+def _values(metric: Counter) -> dict[str, int]:
+    """A counter's values by its only label."""
+    (family,) = metric.collect()
+    samples = [one for one in family.samples if one.name.endswith("_total")]
+    return {next(iter(one.labels.values())): int(one.value) for one in samples}
