@@ -130,6 +130,10 @@ class ProxyConfig:
         if twice := sorted(url for url in given if given.count(url) > 1):
             raise two_roles_error(twice[0])
 
+    @property
+    def may_stream(self) -> bool:
+        return self.stream_chunks != NEVER
+
 
 def two_roles_error(url: str) -> ConfigError:
     return ConfigError(

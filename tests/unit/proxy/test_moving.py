@@ -15,7 +15,7 @@ from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session import attempt, session
+from vllm_commext.proxy.session import attempt, relay, session
 from vllm_commext.proxy.session.transcript import ANSWER
 
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
@@ -274,7 +274,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
         has_ended.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(session, "end_tasks", wait_long)
+    monkeypatch.setattr(relay, "end_tasks", wait_long)
     engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2) as cluster:
         first, prefill = cluster.decode[0], cluster.prefill[0]

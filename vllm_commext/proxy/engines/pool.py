@@ -403,6 +403,9 @@ class EnginePool:
     def num_usable(self) -> int:
         return sum(engine.usable for engine in self.engines)
 
+    def has_other(self, engine: Engine) -> bool:
+        return any(one.usable and one is not engine for one in self.engines)
+
     def pick(self, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX) -> Engine | None:
         chosen = self.choose(exclude, prefix)
         return chosen[0] if chosen else None

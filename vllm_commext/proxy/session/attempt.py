@@ -27,7 +27,7 @@ from vllm_commext.proxy.outcome import (
 )
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.response import Opened, is_dead
-from vllm_commext.proxy.session.transcript import Room, Transcript
+from vllm_commext.proxy.session.transcript import Room
 from vllm_commext.proxy.session.two_step import Asked, decode_body
 from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Upstream
 
@@ -192,9 +192,10 @@ class Tries:
     def go_on_elsewhere(self) -> None:
         self.num_resumed, self.num_failed = self.num_resumed + 1, 0
 
-    def fail(self) -> int:
+    def may_begin_again(self, error: ProxyError, most: int) -> bool:
+        """Count an attempt that failed; True if another of *most* may follow, from the start."""
         self.num_failed += 1
-        return self.num_failed
+        return self.num_failed < most and error.can_restart and error.side == DECODE
 
     def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
         self.decode += [one for one in engines if one.name == error.engine]
@@ -210,12 +211,11 @@ class Tries:
 
 @dataclass(eq=False)
 class Attempt:
-    """*transcript*: what the client has already. route: how the answer comes about."""
+    """route: how the answer comes about."""
 
     _service: Service
     _asked: Asked
     _tries: Tries
-    _transcript: Transcript | None
     route: Route = field(default_factory=Route)
     plan: Plan | None = None
     _prefilled: Prefilled | None = None
@@ -345,7 +345,7 @@ class Attempt:
 
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
         edit = None
-        if (transcript := self._transcript) is not None:
+        if (transcript := self._asked.transcript) is not None:
             body, edit = transcript.asking(body), transcript.edit
         payload = self._payload(body, edit)
         return await self._service.upstream.decode(payload, avoided, self.route)
@@ -358,11 +358,12 @@ class Attempt:
             return await self._decode(body, [*self._tries.decode, source])
 
         usable = [one for one in self._service.upstream.decode_pool.engines if one.usable]
-        mode, body = self._service.config.stream_chunks, self._asked.body
-        refusal = two_step.reason_against(mode, body, usable)
-        if self._tries.is_again and refusal != AtOnce.OFF:
-            refusal = AtOnce.AGAIN
-        return Stream(body, self._payload, ask, refusal)
+        body, way = self._asked.body, AtOnce.AGAIN
+        if not self._service.config.may_stream:
+            way = AtOnce.OFF
+        elif not self._tries.is_again:
+            way = two_step.reason_against(body, usable)
+        return Stream(body, self._payload, ask, way)
 
     async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:
         """Answer of a decode engine that was asked at once; None to ask it again with the prefill's

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -18,6 +18,7 @@ from vllm_commext.proxy.deadline import (
     EngineLostError,
     LeftError,
     StreamWatch,
+    end_tasks,
 )
 from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.http.sse import DONE, error_event, with_cached_tokens
@@ -57,6 +58,41 @@ class Lost(NamedTuple):
 
 
 End = Ended | Left | Lost
+
+
+@dataclass(eq=False)
+class Leaving:
+    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was stopped
+    goes on."""
+
+    opened: Opened
+    work: Callable[["Leaving"], Coroutine[Any, Any, None]]
+    has_gone_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.engine = self.opened.engine
+
+    def watch(self) -> None:
+        self.engine.on_drain.add(self._begin)
+        if self.engine.is_emptied:
+            self._begin()
+
+    def forget(self) -> None:
+        self.engine.on_drain.discard(self._begin)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._task is not None and not self._task.done() and not self.has_gone_on.is_set()
+
+    async def end(self) -> None:
+        self.forget()
+        if self._task is not None:
+            await end_tasks([self._task])
+
+    def _begin(self) -> None:
+        self.forget()
+        self._task = asyncio.create_task(self.work(self))
 
 
 @dataclass(eq=False)

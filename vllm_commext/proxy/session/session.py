@@ -9,81 +9,24 @@ stream can go on where it was.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.deadline import end_tasks
-from vllm_commext.proxy.engines.pool import DECODE, Engine
 from vllm_commext.proxy.http.intake import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.attempt import Attempt, Service, Tries
-from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
-from vllm_commext.proxy.session.response import Opened
-from vllm_commext.proxy.session.transcript import Transcript
-from vllm_commext.proxy.session.two_step import Asked
+from vllm_commext.proxy.session.relay import Ended, Leaving, Left, Relay, response_to
+from vllm_commext.proxy.session.response import Opened, side_of
+from vllm_commext.proxy.session.two_step import Asked, read_from
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
-MIN_LEFT = 16
-"""An answer with fewer tokens left is not moved."""
-
-
-def reason_to_stay(most_tokens: int, transcript: Transcript) -> Resume | None:
-    if (reason := transcript.settle()) is not None:
-        return reason
-    num_left = most_tokens - transcript.num_tokens
-    return Resume.ENDING if transcript.has_finished or num_left < MIN_LEFT else None
-
-
-def has_other(engine: Engine, engines: Iterable[Engine]) -> bool:
-    return any(one.usable and one is not engine for one in engines)
-
-
-def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of *body* for an engine that reads the answer so far at *engine*; none unless every
-    usable one of *engines* can."""
-    known, others = engine.capabilities, [one.capabilities for one in engines if one.usable]
-    if not (known.caches and known.offers and all(one.caches and one.offers for one in others)):
-        return {}
-    params = body.get("kv_transfer_params") or {}
-    return {"kv_transfer_params": {**params, "reuse_from": list(known.offers)}}
-
-
-@dataclass(eq=False)
-class Leaving:
-    """Begins *work* once *engine* drains, and once only. has_gone_on: what was stopped goes on."""
-
-    engine: Engine
-    work: Callable[["Leaving"], Coroutine[Any, Any, None]]
-    has_gone_on: asyncio.Event = field(default_factory=asyncio.Event)
-    _task: asyncio.Task[None] | None = None
-
-    def watch(self) -> None:
-        self.engine.on_drain.add(self._begin)
-        if self.engine.is_emptied:
-            self._begin()
-
-    def forget(self) -> None:
-        self.engine.on_drain.discard(self._begin)
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._task is not None and not self._task.done() and not self.has_gone_on.is_set()
-
-    async def end(self) -> None:
-        self.forget()
-        if self._task is not None:
-            await end_tasks([self._task])
-
-    def _begin(self) -> None:
-        self.forget()
-        self._task = asyncio.create_task(self.work(self))
 
 
 class Session:
@@ -98,11 +41,13 @@ class Session:
         outcome: Outcome,
     ) -> None:
         self._service, self._outcome, self.life = service, outcome, Life(outcome.route.marks)
-        self._asked = asked = Asked(service.config, request, intake.body, headers)
+        self._asked = asked = Asked(
+            *(request, intake.body, headers),
+            *(service.config.min_prompt_tokens, service.config.affinity),
+        )
         asked.only = None if asked.endpoint.is_split else service.keeper(asked.body)
         outcome.prompt_tokens = asked.tokens
-        self._kept: Transcript | Resume = asked.kept(service.room)
-        self._transcript = self._kept if isinstance(self._kept, Transcript) else None
+        asked.follow(service.room)
         self._tries = Tries()
         self._attempt: Attempt  # the latest
         self._opened: Opened | None = None
@@ -114,7 +59,7 @@ class Session:
         try:
             try:
                 opened = self._opened = await self._open()
-                await self._asked.forget(self._transcript, intake.num_bytes)
+                await self._asked.forget(intake.num_bytes)
             finally:
                 intake.close()
             return await self._answer(request, opened)
@@ -122,8 +67,8 @@ class Session:
             self.life.enter(Phase.DONE)
             if self._opened is not None:
                 self._opened.close()
-            if self._transcript is not None:
-                self._transcript.close()
+            if self._asked.transcript is not None:
+                self._asked.transcript.close()
 
     async def _open(self) -> Opened:
         """Begin the answer, by one attempt after the other. Raises `ProxyError`."""
@@ -136,8 +81,7 @@ class Session:
                 return opened
             except ProxyError as error:
                 self.life.enter(Phase.ASKED)
-                gave_up = self._tries.fail() >= self._service.config.request_attempts
-                if gave_up or not error.can_restart or error.side != DECODE:
+                if not self._tries.may_begin_again(error, self._service.config.request_attempts):
                     raise
                 attempt.blame(error)
                 self._service.metrics.restarts.labels(error.kind).inc()
@@ -148,8 +92,7 @@ class Session:
 
     def _next_attempt(self) -> Attempt:
         self._attempt = Attempt(
-            *(self._service, self._asked, self._tries, self._transcript),
-            route=replace(self._outcome.route),
+            self._service, self._asked, self._tries, route=replace(self._outcome.route)
         )
         return self._attempt
 
@@ -175,12 +118,12 @@ class Session:
         outcome, service = self._outcome, self._service
         metrics, engine = service.metrics, opened.engine.name
         if opened.response.status >= 400:
-            outcome.set("engine_error", DECODE)
+            outcome.set("engine_error", side_of(opened.engine))
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         relay = self._relay = Relay(
             *(request, service.config, metrics.inter_token_seconds, self._tries.losses),
-            *(self._transcript, response_to(opened, outcome.headers()), service.bulk),
+            *(self._asked.transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
             failure = await self._send_all(relay, opened)
@@ -236,18 +179,19 @@ class Session:
         is_lost = failure.can_restart or failure.kind in (ENGINES_LOST, "engine_error")
         if old.cutter is None or not is_lost:
             return None
-        transcript, opened = self._transcript, None
-        result = self._kept if transcript is None else transcript.settle()
+        transcript, opened = self._asked.transcript, None
+        result = self._asked.refusal if transcript is None else transcript.settle()
         if transcript is not None and result is None:
             if failure.can_restart and self._tries.may_go_on:
-                opened = await self._opened_elsewhere(old, failure, transcript)
+                opened = await self._opened_elsewhere(old, failure)
+            if opened is not None:
+                transcript.begin_again()
+                opened = opened if opened.cutter is not None else None
             result = Resume.FAILED if opened is None else Resume.RESUMED
         self._service.metrics.resumes.labels(result).inc()
         return opened
 
-    async def _opened_elsewhere(
-        self, old: Opened, failure: ProxyError, transcript: Transcript
-    ) -> Opened | None:
+    async def _opened_elsewhere(self, old: Opened, failure: ProxyError) -> Opened | None:
         self.life.enter(Phase.ASKED)
         old.close()
         request_id = self._outcome.request_id
@@ -255,12 +199,11 @@ class Session:
         self._tries.go_on_elsewhere()
         self._tries.blame(failure, self._service.upstream.decode_pool.engines)
         try:
-            opened = self._opened = await self._open()
+            self._opened = await self._open()
         except ProxyError as error:
             logger.warning("request %s is not resumed: %s", request_id, error)
             return None
-        transcript.begin_again()
-        return opened if opened.cutter is not None else None
+        return self._opened
 
     def _watch(self, opened: Opened) -> None:
         """Leave the engine that answers once it drains."""
@@ -269,14 +212,14 @@ class Session:
             return
         if leaving is not None:
             leaving.forget()
-        self._leaving = Leaving(opened.engine, self._leave)
+        self._leaving = Leaving(opened, self._leave)
         self._leaving.watch()
 
     async def _stay(self) -> None:
         """Stop watching, and release what was prepared."""
         if (leaving := self._leaving) is None:
             return
-        transcript = self._transcript
+        transcript = self._asked.transcript
         if leaving.is_under_way and transcript is not None and transcript.has_finished:
             self._note_move(Resume.ENDING)
         try:
@@ -291,13 +234,13 @@ class Session:
         try:
             async with asyncio.timeout(PREPARE_SECONDS):
                 # One that was replaced is back after its next check.
-                while self._reason() is None and not has_other(leaving.engine, pool.engines):
+                while self._reason() is None and not pool.has_other(leaving.engine):
                     await asyncio.sleep(LOOK_SECONDS)
             async with service.turns:
                 async with asyncio.timeout(PREPARE_SECONDS):
                     if (result := self._reason()) is None:
-                        await self._prepare(leaving.engine)
-                        result = self._staying()
+                        await self._prepare(leaving)
+                        result = self._asked.reason_to_stay()
                 if result is None:
                     self._relay.leave()
                     with suppress(TimeoutError):  # a client that takes no data keeps no turn
@@ -309,11 +252,11 @@ class Session:
         self._attempt.release()
         self._note_move(result or Resume.FAILED)
 
-    async def _prepare(self, engine: Engine) -> None:
-        """Have the prompt computed for the next engine, unless that reads what *engine* has."""
+    async def _prepare(self, leaving: Leaving) -> None:
+        """Have the prompt computed for the next engine, unless that reads what the old one has."""
         self._tries.go_on_elsewhere()
         attempt = self._next_attempt()
-        if not self._changes(engine):
+        if not self._changes(leaving):
             attempt.choose()
             await attempt.prefill()
 
@@ -321,28 +264,25 @@ class Session:
         """Reason to stay at an engine that drains, or None."""
         if not self._service.config.move:
             return Resume.OFF
-        return self._staying() if self._tries.may_go_on else Resume.FAILED
+        return self._asked.reason_to_stay() if self._tries.may_go_on else Resume.FAILED
 
-    def _staying(self) -> Resume | None:
-        kept = self._kept
-        return kept if isinstance(kept, Resume) else reason_to_stay(self._asked.most, kept)
-
-    def _changes(self, engine: Engine) -> dict[str, Any]:
+    def _changes(self, leaving: Leaving) -> dict[str, Any]:
         engines = self._service.upstream.decode_pool.engines
-        return read_from(engine, engines, self._asked.body)
+        return read_from(leaving.engine, engines, self._asked.body)
 
     async def _move(self, relay: Relay, old: Opened) -> Opened:
         """Rest of a stopped stream: from another engine, or else from its own."""
-        leaving, transcript = self._leaving, self._transcript
+        leaving, transcript = self._leaving, self._asked.transcript
         assert leaving is not None  # it has been stopped
         assert transcript is not None  # as those that stop have
-        began, opened, result = time.monotonic(), None, self._staying() or Resume.FAILED
+        began, opened = time.monotonic(), None
+        result = self._asked.reason_to_stay() or Resume.FAILED
         seconds = self._service.config.move_pause_seconds
         may_begin_anew = self._outcome.seconds <= seconds  # it takes about as long as so far
         try:
             if result is Resume.FAILED:
                 async with asyncio.timeout(seconds):
-                    opened = await self._attempt.decode(self._changes(leaving.engine))
+                    opened = await self._attempt.decode(self._changes(leaving))
                     self._attempt.hand_over(opened)
                     trial = transcript.trial()
                     result = await relay.catch_up(opened, trial, may_begin_anew) or Resume.RESUMED

@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.config import NEVER, ProxyConfig
 from vllm_commext.proxy.engines.pool import NO_PREFIX, Engine, Prefix, SideChannel
 from vllm_commext.proxy.http.body import LENGTHS, RawJson, compacted, dumps, encode, in_steps
 from vllm_commext.proxy.http.endpoints import (
@@ -47,6 +46,8 @@ MAX_WAITING = 8
 step."""
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
 SESSION_HEADER = "X-Session-ID"
+MIN_LEFT = 16
+"""An answer with fewer tokens left is not moved."""
 BLOCK_BYTES = 1024
 """About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
 MAX_BLOCKS = 256
@@ -165,6 +166,15 @@ def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("kv_transfer_params") or {}
 
 
+def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of *body* for an engine that reads the answer so far at *engine*; none unless every
+    usable one of *engines* can."""
+    known, others = engine.capabilities, [one.capabilities for one in engines if one.usable]
+    if not (known.caches and known.offers and all(one.caches and one.offers for one in others)):
+        return {}
+    return {"kv_transfer_params": {**_own_params(body), "reuse_from": list(known.offers)}}
+
+
 def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
     known = engine.capabilities
     if not known.streams:
@@ -175,10 +185,8 @@ def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
     return AtOnce.BUSY if engine.num_waiting >= MAX_WAITING else first.channel
 
 
-def reason_against(mode: str, body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
+def reason_against(body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
     """Reason why a request does not go to both engines at once, or None."""
-    if mode == NEVER:
-        return AtOnce.OFF
     if 1 in map(body.get, LENGTHS):
         return AtOnce.ONE_TOKEN
     return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
@@ -228,43 +236,60 @@ def refusal(
 
 class Asked:
     """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
-    take both steps. only: the engine that has what the request goes on from."""
+    take both steps. only: the engine that has what the request goes on from. transcript: of a
+    stream that can go on elsewhere; refusal: why it cannot."""
 
     only: Engine | None = None
+    transcript: Transcript | None = None
+    refusal: Resume | None = Resume.OFF
 
     def __init__(
-        self, config: ProxyConfig, request: web.Request, body: Any, headers: Mapping[str, str]
+        self,
+        request: web.Request,
+        body: Any,
+        headers: Mapping[str, str],
+        min_prompt_tokens: int,
+        has_affinity: bool,
     ) -> None:
         self.path, self.headers = request.path, headers
         self._body = body = checked_body(body)
-        self._transcript: Transcript | None = None
         self.endpoint = endpoint = ENDPOINTS[request.path]
         tokens = prompt_tokens(body)
         self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
         self.prefix = NO_PREFIX
-        self.local_reason = local_prefill_reason(endpoint, body, config.min_prompt_tokens)
-        if config.affinity and endpoint.computes:
+        self.local_reason = local_prefill_reason(endpoint, body, min_prompt_tokens)
+        if has_affinity and endpoint.computes:
             session = session_of(body, request.headers.get(SESSION_HEADER))
             self.prefix = prefix_of(body, endpoint, session, tokens)
 
-    def kept(self, room: Room | None) -> Transcript | Resume:
-        """A transcript for a stream that can go on elsewhere, or why it cannot."""
+    def follow(self, room: Room | None) -> None:
+        """Begin a transcript in *room*, if the stream can go on elsewhere."""
         if room is None:
-            return Resume.OFF
-        if (reason := refusal(self.endpoint, self._body, self.local_reason)) is not None:
-            return reason
-        transcript = Transcript(room, self._body, 0)
-        return transcript.refusal or transcript
+            return
+        self.refusal = refusal(self.endpoint, self._body, self.local_reason)
+        if self.refusal is None:
+            transcript = Transcript(room, self._body, 0)
+            self.refusal = transcript.refusal
+            self.transcript = transcript if self.refusal is None else None
 
     @property
     def body(self) -> Mapping[str, Any]:
-        return self._body if self._transcript is None else self._transcript.body
+        return self._body if self._body or self.transcript is None else self.transcript.body
 
-    async def forget(self, transcript: Transcript | None, num_bytes: int) -> None:
-        """Have *transcript* keep the body, of *num_bytes*, as far as it may be sent again."""
-        if transcript is not None and num_bytes <= SMALL_BYTES:
-            transcript.keep(self._body, num_bytes)
-        elif transcript is not None:
+    async def forget(self, num_bytes: int) -> None:
+        """Have the transcript keep the body, of *num_bytes*, as far as it may be sent again."""
+        if self.transcript is not None and num_bytes <= SMALL_BYTES:
+            self.transcript.keep(self._body, num_bytes)
+        elif self.transcript is not None:
             body = await in_steps(compacted(self._body))
-            transcript.keep(body, sum(map(len, encode(body))))
-        self._body, self._transcript = {}, transcript
+            self.transcript.keep(body, sum(map(len, encode(body))))
+        self._body = {}
+
+    def reason_to_stay(self) -> Resume | None:
+        """Reason why the stream ends where it is, or None."""
+        if (transcript := self.transcript) is None:
+            return self.refusal
+        if (reason := transcript.settle()) is not None:
+            return reason
+        is_ending = transcript.has_finished or self.most - transcript.num_tokens < MIN_LEFT
+        return Resume.ENDING if is_ending else None
