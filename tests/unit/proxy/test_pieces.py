@@ -20,9 +20,8 @@ from vllm_commext.proxy.engines.discovery import (
     Sources,
 )
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.http import body, endpoints, sse
+from vllm_commext.proxy.http import answers, body
 from vllm_commext.proxy.http.body import decode, members_of
-from vllm_commext.proxy.http.endpoints import CHAT, lack_of
 from vllm_commext.proxy.outcome import Resume
 from vllm_commext.proxy.session import transcript
 from vllm_commext.proxy.session.transcript import MAX_EVENT_BYTES, Room, Transcript
@@ -50,7 +49,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return noted
 
-    for module in (body, endpoints, sse, transcript):
+    for module in (answers, body, transcript):
         monkeypatch.setattr(module, "decode", noting(decode))
     reader = SimpleNamespace(decode=noting(transcript._DECODER.decode))
     monkeypatch.setattr(transcript, "_DECODER", reader)
@@ -61,12 +60,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_little_of_an_answer_is_decoded_in_one_piece(name: str, decoded: list[int]) -> None:
     """Whole ones, beginnings of streams, and a prefill engine's."""
     for answer in (HARD[name], b'{"choices": %s}' % HARD[name], b'{"x": %s}' % HARD[name]):
-        assert lack_of(CHAT, answer)
-        assert not sse.is_aborted(answer)
+        assert answers.lack_of(answers.CHOICES, answer)
+        assert not answers.is_aborted(answer)
     event = b'data: {"choices": [{"finish_reason": "abort", "error": %s}]}\n\n' % HARD[name]
     is_read = name == "ids"  # without which it is short
-    assert (sse.says_nothing(event), sse.opens_aborted(event)) == (is_read, is_read)
-    assert sse.opening_error(event) is None
+    assert (answers.says_nothing(event), answers.opens_aborted(event)) == (is_read, is_read)
+    assert answers.opening_error(event) is None
     run(members_of(b'{"kv_transfer_params": {"remote_block_ids": %s}}' % HARD[name]))
     assert max(decoded) <= MAX_EVENT_BYTES
 

@@ -382,7 +382,7 @@ async def test_a_head_without_end_is_cut_off(kit: Any) -> None:
 async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_answer(
     kit: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    from vllm_commext.proxy.http.sse import EventCutter
+    from vllm_commext.proxy.http.answers import EventCutter
 
     released = asyncio.Event()
 

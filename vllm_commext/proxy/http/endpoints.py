@@ -6,15 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, num_tokens
 
-from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, decode, num_tokens
-
-CHOICES = "choices"
-_ONE_OF = ("text", "message", "delta", "token_ids")
-"""Members of a choice, of which it has one at least."""
 MAX_SAMPLES = 1 << 14
-MAX_DECODED_BYTES = 64 << 10
 MOST_TOKENS = 1 << 15
 _PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "documents", "tools")
@@ -39,7 +33,7 @@ class Endpoint:
 
     name: str
     prompt: tuple[str, ...]
-    answer: str = CHOICES
+    answer: str = "choices"
     lengths: tuple[str, ...] = LENGTHS
     is_split: bool = False
     computes: bool = True
@@ -159,33 +153,3 @@ def session_of(body: Mapping[str, Any], header: str | None) -> str | None:
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     found = _IN_USER_ID.search(user) if isinstance(user, str) and not named else None
     return found[1] if found else named
-
-
-_WANTED = sorted({endpoint.answer for endpoint in ENDPOINTS.values()})
-_Answer = msgspec.defstruct(
-    "_Answer", [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in _WANTED]
-)
-_ANSWERS = msgspec.json.Decoder(_Answer)
-
-
-def lack_of(endpoint: Endpoint, answer: bytes) -> str:
-    """Reason why a whole *answer* is none, without building what is in it; "" for a good one."""
-    try:
-        told = getattr(_ANSWERS.decode(answer), endpoint.answer)
-    except (ValueError, RecursionError) as error:
-        return f"{len(answer)} bytes that are no JSON object ({error})"
-    is_there = _has_choices(told) if endpoint.answer == CHOICES else bytes(told) != b"null"
-    return "" if is_there else f"JSON without {endpoint.answer}"
-
-
-def _has_choices(told: msgspec.Raw) -> bool:
-    text = bytes(told)
-    if len(text) > MAX_DECODED_BYTES:  # no text has a name in quotes that are not escaped
-        return text[:1] == b"[" and any(b'"%s"' % name.encode() in text for name in _ONE_OF)
-    choices = decode(text)
-    return isinstance(choices, list) and bool(choices) and all(map(holds, choices))
-
-
-def holds(choice: Any) -> bool:
-    """True if *choice*, of an answer or an event, is one."""
-    return isinstance(choice, dict) and any(choice.get(name) is not None for name in _ONE_OF)

@@ -21,7 +21,7 @@ from vllm_commext.proxy.deadline import (
     end_tasks,
 )
 from vllm_commext.proxy.http.connections import cut
-from vllm_commext.proxy.http.sse import DONE, error_event, with_cached_tokens
+from vllm_commext.proxy.http.answers import DONE, error_event, with_cached_tokens
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError, Resume
 from vllm_commext.proxy.session.response import (
     Opened,

@@ -13,16 +13,17 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.deadline import EngineLostError
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
-from vllm_commext.proxy.http.endpoints import Endpoint, lack_of
-from vllm_commext.proxy.http.sse import (
+from vllm_commext.proxy.http.answers import (
     EventCutter,
     is_aborted,
+    lack_of,
     num_tokens,
     opening_error,
     opens_aborted,
     says_nothing,
 )
+from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
+from vllm_commext.proxy.http.endpoints import Endpoint
 from vllm_commext.proxy.outcome import (
     Cached,
     EngineAnswer,
@@ -285,7 +286,7 @@ def _check_whole(
     is_json = response.content_type == "application/json"
     if not is_json and not endpoint.is_free_form:
         raise bad_answer(engine, f"{response.content_type} in place of application/json")
-    if is_json and whole and (missing := lack_of(endpoint, whole)):
+    if is_json and whole and (missing := lack_of(endpoint.answer, whole)):
         raise bad_answer(engine, missing)
 
 

@@ -1,20 +1,20 @@
-"""Server-sent events."""
+"""What engines answer: whole, or as server-sent events."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
+import msgspec
+
 from vllm_commext.proxy.http.body import decode
-from vllm_commext.proxy.http.endpoints import (
-    CHOICES,
-    COMPLETIONS,
-    MAX_DECODED_BYTES,
-    holds,
-    lack_of,
-)
 from vllm_commext.proxy.outcome import Cached
 
+CHOICES = "choices"
+_ONE_OF = ("text", "message", "delta", "token_ids")
+"""Members of a choice, of which it has one at least."""
+MAX_DECODED_BYTES = 64 << 10
 MAX_HELD_BYTES = 2 << 20
 _ABORT = b'"abort"'
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
@@ -26,6 +26,36 @@ _CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+@cache
+def _reader(member: str) -> msgspec.json.Decoder[Any]:
+    answer = msgspec.defstruct("_Answer", [(member, msgspec.Raw, msgspec.Raw(b"null"))])
+    return msgspec.json.Decoder(answer)
+
+
+def lack_of(member: str, answer: bytes) -> str:
+    """Reason why a whole *answer*, which has *member*, is none, without building what is in it; ""
+    for a good one."""
+    try:
+        told = getattr(_reader(member).decode(answer), member)
+    except (ValueError, RecursionError) as error:
+        return f"{len(answer)} bytes that are no JSON object ({error})"
+    is_there = _has_choices(told) if member == CHOICES else bytes(told) != b"null"
+    return "" if is_there else f"JSON without {member}"
+
+
+def _has_choices(told: msgspec.Raw) -> bool:
+    text = bytes(told)
+    if len(text) > MAX_DECODED_BYTES:  # no text has a name in quotes that are not escaped
+        return text[:1] == b"[" and any(b'"%s"' % name.encode() in text for name in _ONE_OF)
+    choices = decode(text)
+    return isinstance(choices, list) and bool(choices) and all(map(holds, choices))
+
+
+def holds(choice: Any) -> bool:
+    """True if *choice*, of an answer or an event, is one."""
+    return isinstance(choice, dict) and any(choice.get(name) is not None for name in _ONE_OF)
 
 
 class EventCutter:
@@ -104,7 +134,7 @@ def opens_aborted(events: bytes) -> bool:
 
 def is_aborted(answer: bytes) -> bool:
     """True for a whole answer that its engine gave up. No text looks so: its quotes are escaped."""
-    return _ABORTED.search(answer) is not None and not lack_of(COMPLETIONS, answer)
+    return _ABORTED.search(answer) is not None and not lack_of(CHOICES, answer)
 
 
 def _choices(content: Mapping[str, Any]) -> list[dict[str, Any]]:
