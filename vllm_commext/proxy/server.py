@@ -27,6 +27,8 @@ from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, re
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.http.access import (
     ApiKeys,
+    BodyBudget,
+    Intake,
     Preflights,
     answer_errors,
     hide_software,
@@ -34,7 +36,6 @@ from vllm_commext.proxy.http.access import (
 )
 from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
-from vllm_commext.proxy.http.intake import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.session.attempt import Service
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
