@@ -10,9 +10,8 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, EnginePool, Prefix
-from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.load import EngineLoad, Waiting
 from vllm_commext.proxy.policy.placement import Planner
-from vllm_commext.proxy.policy.queue import Waiting
 
 LIMITS = Limits(0.015, 1.0)
 PROMPT_TOKENS, NUM_ANSWERS = 4000, 8

@@ -8,9 +8,8 @@ from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import num_compared
 from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned, Waiting
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
-from vllm_commext.proxy.policy.queue import Waiting
 
 
 class Silent:

@@ -19,7 +19,7 @@ from goodputs.simulator import Hardware, Policy, Request, Simulation
 from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import MIXED
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy import load, placement, queue, speed
+from vllm_commext.proxy.policy import load, placement, speed
 
 PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")
@@ -197,9 +197,9 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (placement, "GIVEN_UP", 1e9),
     (load, "RECENT_SECONDS", 10.0),
     (load, "SAME_STEP_SECONDS", 0.0),
-    (queue, "SPARED", 1.0),
-    (queue, "SPARED", 0.02),
-    (queue, "IN_TIME", 1.0),
+    (load, "SPARED", 1.0),
+    (load, "SPARED", 0.02),
+    (load, "IN_TIME", 1.0),
     (speed, "FORGETTING", 0.997),
     (speed, "MAX_RATIO", 1e9),
     (speed, "UNKNOWN_LENGTHS", (1,)),

@@ -110,9 +110,7 @@ class ProxyApp:
             self._preflights = Preflights(self._upstream.ask_any)
             self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
             await self._sources.look()
-            monitor = HealthMonitor(
-                session, self.config, lambda: is_shown or chooser.is_adaptive
-            )
+            monitor = HealthMonitor(session, self.config, lambda: is_shown or chooser.is_adaptive)
             async with monitor.running(self.registry.engines):
                 self.registry.on_added = monitor.watch
                 self.registry.on_removed = monitor.forget

@@ -13,9 +13,9 @@ from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.pool import Engine, EnginePool
+from vllm_commext.proxy.http.answers import EventCutter
 from vllm_commext.proxy.http.body import encode, members_of
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
-from vllm_commext.proxy.http.answers import EventCutter
 from vllm_commext.proxy.outcome import LocalPrefill
 from vllm_commext.proxy.session import two_step
 

@@ -11,8 +11,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from vllm_commext.proxy.policy.load import EngineLoad
-from vllm_commext.proxy.policy.queue import Waiting
+from vllm_commext.proxy.policy.load import EngineLoad, Waiting
 from vllm_commext.proxy.policy.speed import Speeds
 
 logger = logging.getLogger("vllm.commext.proxy")

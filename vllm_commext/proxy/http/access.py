@@ -1,5 +1,5 @@
-"""What a request passes before it is served: API keys, and bounds on its body in time, in bytes, and
-in the bytes of all bodies. Errors as answers; preflights and the access log."""
+"""What a request passes before it is served: API keys, and bounds on its body in time, in bytes,
+and in the bytes of all bodies. Errors as answers; preflights and the access log."""
 
 import asyncio
 import hmac

@@ -20,8 +20,8 @@ from vllm_commext.proxy.deadline import (
     StreamWatch,
     end_tasks,
 )
-from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.http.answers import DONE, error_event, with_cached_tokens
+from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError, Resume
 from vllm_commext.proxy.session.response import (
     Opened,
@@ -62,8 +62,8 @@ End = Ended | Left | Lost
 
 @dataclass(eq=False)
 class Leaving:
-    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was stopped
-    goes on."""
+    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was
+    stopped goes on."""
 
     opened: Opened
     work: Callable[["Leaving"], Coroutine[Any, Any, None]]

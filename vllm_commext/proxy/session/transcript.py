@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.http.answers import DONE
+from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.outcome import Resume
 
 ANSWER, PIECES = "answer_token_ids", "answer_pieces"
