@@ -1,4 +1,4 @@
-"""Hold the budgets of `budgets.toml`: lines, files, words and options.
+"""Hold the budgets of `budgets.toml`: lines, files, words, options, and imports.
 
 `make lint` runs this. Exit status 1 and one sentence for each budget that is exceeded."""
 
@@ -6,6 +6,8 @@ import argparse
 import sys
 import tomllib
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parents[1]
 CODE = {".py", ".c", ".cpp", ".h", ".cu"}
@@ -41,7 +43,26 @@ def options(part: str) -> int:
     return sum(action.help != argparse.SUPPRESS for action in parser._actions)
 
 
-COUNTS = {"lines": lines, "files": files, "words": words, "options": options}
+def arrows(package: str) -> int:
+    return sum(map(len, _imports(package).values()))
+
+
+def floors(package: str) -> int:
+    imports = _imports(package)
+
+    def floor(module: str) -> int:
+        return 1 + max(map(floor, imports[module]), default=0)
+
+    return max(map(floor, imports))
+
+
+def _imports(package: str) -> dict[str, set[str]]:
+    graph = grimp.build_graph("vllm_commext", cache_dir=None)
+    modules = graph.find_descendants(package)
+    return {one: graph.find_modules_directly_imported_by(one) & modules for one in modules}
+
+
+COUNTS = {one.__name__: one for one in (lines, files, words, options, arrows, floors)}
 
 
 def _code(folder: str) -> list[Path]:
