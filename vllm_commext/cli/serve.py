@@ -45,6 +45,8 @@ def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, 
         if value is not None and value < least:
             typed = f"--{option.replace('_', '-')}"
             raise ConfigError(f"{typed} {value}: expected at least {least}, got {value}")
+    if args.port > 65535:
+        raise ConfigError(f"--port {args.port}: expected at most 65535; give another --port")
     if args.ttft_ms and not args.tpot_ms:
         raise ConfigError("--ttft-ms: expected --tpot-ms beside it, got none; add --tpot-ms")
     here = {} if args.engines else checks.gpus_here()

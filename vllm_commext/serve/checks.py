@@ -60,11 +60,9 @@ def _check_model(model: str) -> None:
 def _check_gpus(gpus: Sequence[str], here: dict[str, tuple[float, float]]) -> None:
     for gpu in gpus:
         if gpu not in here:
-            known = (
-                f"GPUs of this host ({', '.join(here)})" if here else "GPUs, but this host has none"
-            )
             raise ConfigError(
-                f"--gpus {','.join(gpus)}: expected {known}, got number {gpu}; see nvidia-smi -L"
+                f"--gpus {','.join(gpus)}: expected GPUs of this host "
+                f"({', '.join(here) or 'it has none'}), got number {gpu}; see nvidia-smi -L"
             )
         used, total = here[gpu]
         if used > USED_SHARE * total:

@@ -85,6 +85,7 @@ def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixt
         (["m", "--gpus", "9"], "expected GPUs of this host (0, 1), got number 9"),
         (["m", "--gpus", "1"], "got 1 with 70 of 80 GiB in use"),
         (["m", "--engines", "0"], "--engines 0: expected at least 1"),
+        (["m", "--engines", "1", "--port", "99999"], "--port 99999: expected at most 65535"),
         (["m", "--engines", "1", "--gpus", "0"], "expected one of them"),
         (["m", "--tpot-ms", "-5"], "--tpot-ms -5: expected at least 0"),
         (["m", "--ttft-ms", "5"], "add --tpot-ms"),
@@ -104,8 +105,7 @@ def test_bad_input_is_one_sentence_and_status_2(
     monkeypatch.setattr(checks, "gpus_here", lambda: here)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    at = typed.index("--") if "--" in typed else len(typed)
-    assert main(["serve", *typed[:at], "--port", str(port), *typed[at:]]) == 2
+    assert main(["serve", "--port", str(port), *typed]) == 2
     out, err = capsys.readouterr()
     assert expected in err
     assert len(err.splitlines()) == 1
