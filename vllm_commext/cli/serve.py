@@ -14,7 +14,7 @@ from vllm_commext.errors import ConfigError
 from vllm_commext.serve import checks, plan
 from vllm_commext.serve.plan import Request
 
-HELP = "serve a model by several engines of this host, behind one address"
+HELP = "serve a model with several engines of this host behind one address"
 EPILOG = """examples, two engines on a GPU each, and two on CPUs:
   vllm-commext serve MODEL --gpus 0,1 --tpot-ms 15 --ttft-ms 1000
   vllm-commext serve MODEL --engines 2 -- --max-model-len 4096
@@ -28,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a name on a hub, as for vllm serve")
     add("--gpus", metavar="N,N", help="GPUs to use; default: all of this host")
-    add("--engines", type=int, metavar="N", help="engines on CPUs, where there are no GPUs")
-    add("--tp", type=int, default=1, metavar="N", help="GPUs of each engine; default: %(default)s")
+    add("--engines", type=int, metavar="N", help="number of engines on a host without GPUs")
+    add("--tp", type=int, default=1, metavar="N", help="GPUs per engine; default: %(default)s")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
     add("--port", type=int, default=8000, help="default: %(default)s")
-    add("--tpot-ms", type=int, default=0, metavar="MS", help="limit for each token but the first")
-    add("--ttft-ms", type=int, default=0, metavar="MS", help="limit to the first token")
+    add("--tpot-ms", type=int, default=0, metavar="MS", help="mean limit for each later token")
+    add("--ttft-ms", type=int, default=0, metavar="MS", help="limit for the first token")
     add("--logs", type=Path, metavar="FOLDER", help="keep logs there; default: only after an error")
-    add("--print", action="store_true", help="print the commands, and start nothing")
+    add("--print", action="store_true", help="print the commands and start nothing")
 
 
 def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, float]]]:
@@ -107,11 +107,11 @@ def _serve(request: Request, folder: Path, logs: Path) -> int:
     example = f"curl {url}/v1/completions -H 'Content-Type: application/json' -d " + (
         f"""'{{"model": "{request.served_name}", "prompt": "Hello", "max_tokens": 16}}'"""
     )
-    say(f"{len(commands) - 1} engines and the proxy start; logs: {logs}")
+    say(f"starting {len(commands) - 1} engines and the proxy; logs: {logs}")
 
     def on_ready() -> None:
-        say(f"serves {request.served_name} at {url}/v1\n  {example}")
-        say(f"what it does, in a browser: {commands[-1].admin_url}/#{token}")
+        say(f"serving {request.served_name} at {url}/v1; try it:\n  {example}")
+        say(f"to watch it in a browser: {commands[-1].admin_url}/#{token}")
 
     status = asyncio.run(Supervisor(commands, logs, say, on_ready).run())
     if status == 0 and logs.parent == folder.parent and logs.name.startswith(folder.name):

@@ -354,5 +354,5 @@ def require_proven_gpus() -> None:
 
     if not current_platform.is_cuda():
         raise OtherPlatformError(
-            f"for NVIDIA GPUs alone, and this vLLM is for {current_platform.device_name}"
+            f"needs NVIDIA GPUs, this vLLM is built for {current_platform.device_name}"
         )

@@ -58,7 +58,7 @@ class Member:
         if answers:
             self._note_answer(now)
         elif self.is_ready and now - self._answered > SILENT_SECONDS:
-            self._tell(f"has not answered for {SILENT_SECONDS:g} s, and is ended")
+            self._tell(f"has not answered for {SILENT_SECONDS:g} s: killing it")
             self.child.kill()
 
     def _note_answer(self, now: float) -> None:
@@ -78,8 +78,8 @@ class Member:
             raise StartError(f"{self.command.name} did not start: {cause}; see {self._log}")
         self.is_given_up = self._num_ends >= len(PAUSES)
         pause = PAUSES[min(self._num_ends, len(PAUSES) - 1)]
-        what = "is given up" if self.is_given_up else f"starts again in {pause:g} s"
-        self._tell(f"ended ({cause}), and {what}; see {self._log}")
+        what = "it has failed too often" if self.is_given_up else f"restarting in {pause:g} s"
+        self._tell(f"ended ({cause}); {what}; see {self._log}")
         self._num_ends += 1
         self.child, self.is_ready, self._next_start = None, False, now + pause
 
@@ -132,7 +132,7 @@ class Supervisor:
                 was_ready = True
                 self._on_ready()
             if all(member.is_given_up for member in self.members[:-1]):
-                self._say("no engine is left")
+                self._say("no engine is left: stopping")
                 return 1
             await self._sleep(LOOK_SECONDS)
         return 0
@@ -155,14 +155,14 @@ class Supervisor:
         self._asked_to_end += 1
         self._woken.set()
         if self._asked_to_end == 1:
-            self._say("ends: requests that run come to their end; Ctrl-C again ends all at once")
+            self._say("stopping when running requests have ended; Ctrl-C again stops at once")
 
     async def _end(self) -> None:
         """End the proxy, which waits for its requests, then the engines, and what is left."""
         *engines, proxy = self.members
         await self._end_some([proxy], DRAIN_SECONDS)
         await self._end_some(engines, END_SECONDS)
-        self._say("has ended")
+        self._say("stopped")
 
     async def _end_some(self, members: Sequence[Member], seconds: float) -> None:
         children = [member.child for member in members if member.child is not None]
