@@ -90,7 +90,7 @@ class Demo:
             served.wait_for_log(WINDOW, BACK_SECONDS)
             print("".join(f"        {line}\n" for line in served.log_text().splitlines()))
             got = [_ask(served, one) for one in QUESTIONS]
-            self.say(f"an answer of {LONG_TOKENS} tokens; its engine is killed meanwhile")
+            self.say(f"asking for {LONG_TOKENS} tokens, then killing the engine that answers")
             name, answer = _long_while(served, got[0][1].prompt, served.kill)
             with self.plain_server() as server:
                 self.claim_equal([_ask(server, one) for one in QUESTIONS], got)
@@ -101,7 +101,7 @@ class Demo:
             if self.stays:
                 print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
                 self.keep(served)
-            self.say("SIGTERM: it drains and ends")
+            self.say("ending it by SIGTERM")
             self.claims.append(served.claim_end())
         print(f"\n{verdict(self.claims)}", flush=True)
         return all(claim.held for claim in self.claims)
@@ -128,7 +128,7 @@ class Demo:
             print(f"  question     {question}")
             print(f"  one server   {shorten(text, 100)}\n  two engines  {shorten(other, 100)}\n")
             num_equal += equal(one, two)
-        text, detail = "answers equal one server's", f"{num_equal} of {len(got)}"
+        text, detail = "answers equal those of one server", f"{num_equal} of {len(got)}"
         self.claims.append(Claim(text, num_equal == len(got), detail))
 
     def claim_back(self, served: "Served", name: str) -> None:
@@ -136,10 +136,10 @@ class Demo:
         deadline = time.monotonic() + BACK_SECONDS
         while not (is_back := served.engine(name)["healthy"]) and time.monotonic() < deadline:
             time.sleep(0.2)
-        self.claims.append(Claim("the engine comes back by itself", is_back, name))
+        self.claims.append(Claim("the killed engine restarts by itself", is_back, name))
 
     def show_drain(self, served: "Served") -> None:
-        self.say("the same answer; its engine is drained meanwhile")
+        self.say("asking the same, then draining the engine that answers")
         prompt = self.long.prompt
         name, answer = _long_while(served, prompt, lambda name: served.admin("drain", name))
         self.claim_went_on("drains", "moves", served, name, answer)
@@ -151,13 +151,13 @@ class Demo:
         is_equal = equal(self.long, answer)
         told = "all equal" if is_equal else str(compare(self.long, answer))
         went = scrape(served.url).total(f"commext_proxy_{metric}_total", result="resumed")
-        text = f"the other engine ends an answer rightly when its own {what}"
+        text = f"an answer goes on correctly at the other engine when its own {what}"
         detail = f"{name}; {LONG_TOKENS} tokens, {told}; {metric}: {went:g}"
         self.claims.append(Claim(text, is_equal and went == 1, detail))
 
     def keep(self, served: "Served") -> None:
         """Leave it up until Ctrl-C, or until it ends."""
-        self.say("all stays up until Ctrl-C")
+        self.say("everything stays up until Ctrl-C")
         with suppress(KeyboardInterrupt):
             while served.running():
                 time.sleep(WATCH_SECONDS)
@@ -199,7 +199,7 @@ class Served(Server):
         left = [pid for pid in others if _runs(pid)]
         self.stop()
         detail = f"status {self.exit_status()}; {len(left)} of {len(others)} processes are left"
-        return Claim("SIGTERM ends all of it", self.exit_status() == 0 and not left, detail)
+        return Claim("SIGTERM ends everything", self.exit_status() == 0 and not left, detail)
 
 
 @contextmanager
