@@ -6,7 +6,7 @@
 // nothing to do, though the matrix product that comes next waits for nothing else: further blocks
 // have the beginning of its weights prefetched. Programmatic dependent launch is left
 // out: between two matrix products of a model it cost 0.1 to 0.4 us a call
-// (benchmarks/results/fused_layer.md).
+// (benchmarks/results/fused_engine.md).
 //
 // Progress: a block waits only for the block with the same index on other GPUs, which has pushed the
 // row by then or pushes it before it waits itself. Blocks begin in the order of their index, and those

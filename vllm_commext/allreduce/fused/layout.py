@@ -30,7 +30,7 @@ MOST_WARPS = 32  # of a block
 ONE_PHASE_BYTES = 256 << 10  # of more ranks than two; there an all-reduce's two kinds are equal
 WORLD_SIZES = range(2, 9)
 # In a chain of matrix products on two H100s, of 0 to 16 MiB and 0 to 2400 cycles, these cost least
-# over 1, 16 and 64 rows (benchmarks/results/fused_layer.md).
+# over 1, 16 and 64 rows (benchmarks/results/fused_engine.md).
 TOTAL_BYTES = 16 << 20
 MOST_BLOCKS, LEAST_BLOCKS = 64, 16  # of a launch, beside those that take rows
 TILE_ROWS = 128  # of weights, that a multiprocessor begins with
