@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _build_parser(COMMANDS).print_help()
         return EXIT_ERROR
     named = [arguments[0]] if arguments[0] in COMMANDS else list(COMMANDS)
-    at = arguments.index("--") if arguments[0] == SERVE and "--" in arguments else len(arguments)
+    starts = arguments[0] in (SERVE, "bench")
+    at = arguments.index("--") if starts and "--" in arguments else len(arguments)
     args, unknown = _build_parser(named).parse_known_args(arguments[:at])
     if unknown:
         args.parser.refuse(unknown[0])

@@ -7,7 +7,8 @@ import secrets
 import shutil
 import signal
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from vllm_commext.errors import ConfigError
@@ -49,16 +50,20 @@ def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, 
         raise ConfigError(f"--port {args.port}: expected at most 65535; give another --port")
     if args.ttft_ms and not args.tpot_ms:
         raise ConfigError("--ttft-ms: expected --tpot-ms beside it, got none; add --tpot-ms")
-    here = {} if args.engines else checks.gpus_here()
-    if args.engines and args.gpus:
-        raise ConfigError("--engines and --gpus: expected one of them, got both; leave one out")
-    gpus = tuple(part.strip() for part in args.gpus.split(",")) if args.gpus else tuple(here)
-    num_engines = args.engines or NUM_CPU_ENGINES
+    gpus, here = gpus_of(args)
     request = Request(
-        *(args.model, gpus, num_engines, args.tp, args.host, args.port),
+        *(args.model, gpus, args.engines or NUM_CPU_ENGINES, args.tp, args.host, args.port),
         *(args.tpot_ms, args.ttft_ms, tuple(args.engine_args)),
     )
     return request, here
+
+
+def gpus_of(args: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, tuple[float, float]]]:
+    """The GPUs to use and those of this host, none where engines run on CPUs."""
+    if args.engines and args.gpus:
+        raise ConfigError("--engines and --gpus: expected one of them, got both; leave one out")
+    here = {} if args.engines else checks.gpus_here()
+    return tuple(part.strip() for part in args.gpus.split(",")) if args.gpus else tuple(here), here
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,12 +76,20 @@ def run(args: argparse.Namespace) -> int:
                 print(one.as_shell())
         return 0
     checks.check(request, here)
+    with folders(args.logs) as (folder, logs):
+        return _serve(request, folder, logs)
+
+
+@contextmanager
+def folders(given: Path | None) -> Iterator[tuple[Path, Path]]:
+    """A folder for sockets, which goes at the end, and one for logs, *given* or made. Signals of
+    `ENDING` are blocked, but while a supervisor handles them."""
     parent = tempfile.gettempdir()
     parent = parent if len(os.fsencode(parent)) <= LONGEST_PATH else "/tmp"
-    signal.pthread_sigmask(signal.SIG_BLOCK, plan.ENDING)  # but while the supervisor handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, plan.ENDING)
     folder = Path(tempfile.mkdtemp(prefix="commext-serve-", dir=parent))
     try:
-        return _serve(request, folder, _log_folder(args.logs, folder))
+        yield folder, _log_folder(given, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, plan.ENDING)

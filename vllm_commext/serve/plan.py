@@ -5,9 +5,9 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
@@ -24,6 +24,7 @@ TRANSFER = {
 }
 SHUTDOWN_SECONDS = 20
 """For requests of an engine that is asked to end; the proxy has waited for them before."""
+LOCAL = ("--placement", "local")
 OURS = (
     *("--host", "--port", "--tensor-parallel-size", "-tp", "--kv-transfer-config"),
     *("--middleware", "--shutdown-timeout"),
@@ -100,12 +101,38 @@ def commands(
 ) -> list[Command]:
     """The engines' commands, then the proxy's. *folder*: for drain files, the admin port's token
     and sockets. *ports*: free ones. *environ*: this process's, which wins over defaults."""
-    engines = [
+    engines = _engines(request, folder, ports, environ)
+    urls = [engine.url for engine in engines]
+    admin = next(ports)
+    options = ["--admin-port", str(admin), "--admin-token-file", str(folder / TOKEN)]
+    proxy = _proxy("proxy", request, _limits(request), zip(repeat("--engine"), urls), options)
+    return [*engines, replace(proxy, admin_url=f"http://{LOOPBACK}:{admin}")]
+
+
+def shapes(
+    request: Request, folder: Path, ports: Iterator[int], environ: Mapping[str, str]
+) -> tuple[list[Command], list[Command]]:
+    """The engines' commands, and those of a proxy for each way to use them: ``replicas``, each
+    request whole by the engine with the least work; ``roles``, the first half prefills; ``placed``
+    within the limits. One engine alone has but the first."""
+    engines = _engines(request, folder, ports, environ)
+    urls = [engine.url for engine in engines]
+    both = [("--engine", url) for url in urls]
+    roles = [(("--prefill", "--decode")[2 * n >= len(urls)], url) for n, url in enumerate(urls)]
+    ways = {"replicas": (LOCAL, both), "roles": ((), roles), "placed": (_limits(request), both)}
+    return engines, [
+        _proxy(name, replace(request, port=next(ports)), *ways[name])
+        for name in list(ways)[: 1 if len(engines) == 1 else None]
+    ]
+
+
+def _engines(
+    request: Request, folder: Path, ports: Iterator[int], environ: Mapping[str, str]
+) -> list[Command]:
+    return [
         _engine(request, number, group, folder, ports, environ)
         for number, group in enumerate(request.groups())
     ]
-    urls = [engine.url for engine in engines]
-    return [*engines, _proxy(request, urls, folder / TOKEN, next(ports))]
 
 
 def _engine(
@@ -137,18 +164,23 @@ def _engine(
     return Command(f"engine{number}", argv, f"http://{LOOPBACK}:{port}", own)
 
 
-def _proxy(request: Request, engines: Sequence[str], token: Path, admin_port: int) -> Command:
-    argv = [sys.executable, "-m", "vllm_commext", "proxy", "--host", request.host]
-    argv += ["--port", str(request.port)]
-    for url in engines:
-        argv += ["--engine", url]
+def _limits(request: Request) -> Sequence[str]:
     limits = {"--tpot-ms": request.tpot_ms, "--ttft-ms": request.ttft_ms}
-    for option, value in limits.items():
-        argv += [option, str(value)] if value else []
-    argv += [] if request.tpot_ms else ["--placement", "local"]
-    argv += ["--admin-port", str(admin_port), "--admin-token-file", str(token)]
-    url = f"http://{shown(request.host)}:{request.port}"
-    return Command("proxy", argv, url, admin_url=f"http://{LOOPBACK}:{admin_port}")
+    given = [word for option, value in limits.items() if value for word in (option, str(value))]
+    return given or LOCAL
+
+
+def _proxy(
+    name: str,
+    request: Request,
+    placement: Sequence[str],
+    engines: Iterable[tuple[str, str]],
+    options: Sequence[str] = (),
+) -> Command:
+    """*engines*: the option for each, and its URL."""
+    argv = [sys.executable, "-m", "vllm_commext", "proxy", "--host", request.host]
+    argv += ["--port", str(request.port), *chain(*engines), *placement, *options]
+    return Command(name, argv, f"http://{shown(request.host)}:{request.port}")
 
 
 def shown(host: str) -> str:

@@ -110,7 +110,7 @@ class Supervisor:
         engine is left. Raises `StartError` if a process ended before it was ever ready."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
-            loop.add_signal_handler(number, self._ask_to_end)
+            loop.add_signal_handler(number, self.ask_to_end)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         async with aiohttp.ClientSession() as session:
             checks = asyncio.create_task(self._check(session))
@@ -151,7 +151,8 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), seconds)
 
-    def _ask_to_end(self) -> None:
+    def ask_to_end(self) -> None:
+        """End the proxies, then the engines; at the second call all at once."""
         self._asked_to_end += 1
         self._woken.set()
         if self._asked_to_end == 1:

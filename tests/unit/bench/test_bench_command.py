@@ -107,9 +107,3 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_run(
     told = f"{option} {path}: expected a file that can be written"
     assert told in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_workload_that_is_gone_is_told_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "--endpoint", "http://127.0.0.1:9", "--workload", "agentic"])
-    assert "agentic is gone: --trace plays turns of your own" in capsys.readouterr().err

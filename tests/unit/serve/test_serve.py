@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_commext.cli import shapes
 from vllm_commext.cli.main import main
 from vllm_commext.errors import ConfigError
 from vllm_commext.serve import checks, plan
@@ -47,6 +48,25 @@ def test_without_a_limit_requests_go_where_least_is_to_do() -> None:
     proxy = commands(replace(REQUEST, gpus=(), tpot_ms=0, ttft_ms=0))[-1]
     assert "--placement local" in shlex.join(proxy.argv)
     assert f"--admin-port {proxy.admin_url.rpartition(':')[2]} " in shlex.join(proxy.argv)
+
+
+def test_the_ways_to_use_engines_are_a_proxy_each() -> None:
+    engines, proxies = plan.shapes(REQUEST, Path("/run/x"), itertools.count(9000), {})
+    replicas, roles, placed = (shlex.join(one.argv) for one in proxies)
+    both = f"--engine {engines[0].url} --engine {engines[1].url}"
+    assert replicas.endswith(f"{both} --placement local")
+    assert roles.endswith(f"--prefill {engines[0].url} --decode {engines[1].url}")
+    assert placed.endswith(f"{both} --tpot-ms 15 --ttft-ms 1000")
+    assert len({one.url for one in (*engines, *proxies)}) == 5
+    alone = plan.shapes(replace(REQUEST, tp=4), Path("/x"), itertools.count(1), {})[1]
+    assert [one.name for one in alone] == ["replicas"]
+    assert [shapes._sizes(num) for num in (0, 1, 2, 6, 8)] == [
+        [1],
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 4, 8],
+    ]
 
 
 def test_variables_of_the_user_win_over_defaults_for_cpus() -> None:

@@ -1,0 +1,22 @@
+"""`vllm-commext bench --shapes` with real engines."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOAD = "--rate 2 --seconds 3 --rounds 1 --warm-up 1 --workload short --scale 0.05"
+LIMITS = "--tpot-ms 20000 --ttft-ms 20000"
+
+
+@pytest.mark.long
+def test_each_way_to_use_two_engines_answers_all(model: Path) -> None:
+    command = [sys.executable, "-m", "vllm_commext", "bench", "--shapes", str(model)]
+    command += ["--engines", "2", *LOAD.split(), *LIMITS.split(), "--", "--max-model-len", "256"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^\| 2 x TP 1, (\w+) \| .* \| 0 of [1-9]\d* \|$", done.stdout, re.MULTILINE)
+    assert rows == ["replicas", "roles", "placed"], done.stdout
+    assert "both serve all but 0 of" in done.stdout.splitlines()[-1]
