@@ -192,8 +192,15 @@ async def test_requests_that_are_not_whole_are_looked_at_for_a_part_of_the_time(
         assert (await first.answer(keeps=True))[0] == 400
 
 
-async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn() -> None:
-    """With a look at all connections in between."""
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(5.0, ["aa", "aa", "aa", "aaab", "aaabaa"]), (0.0, ["aa", "aaab", "aaabaa"])],
+)
+async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn(
+    seconds: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a look at all connections in between, and not while new ones come, for a moment."""
+    monkeypatch.setattr(connections, "_ENTRY_SECONDS", seconds)
     begun: list[str] = []
 
     class One:
@@ -206,10 +213,12 @@ async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn() -> None
         every.take_up(One(peer))
     turns = []
     while len(begun) < 21:
+        if len(turns) < 2:
+            every.enter(One("c"))
         turns.append("".join(begun))
         await asyncio.sleep(0)
-    assert turns[:3] == ["aa", "aaab", "aaabaa"]
-    assert len(turns) == 10
+    assert turns[: len(expected)] == expected
+    assert len(turns) == 7 + len(expected)
 
 
 @pytest.mark.parametrize("sent", [0, 40_000])

@@ -48,6 +48,8 @@ _BEGINNING_BYTES = 16 << 10
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
 _STARTS = 2
 """Most requests that begin between two looks at all connections."""
+_ENTRY_SECONDS = 0.005
+"""uvloop takes one new connection a look. While they come, none begins for so long."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -89,6 +91,8 @@ class Connections:
         # Those with a request that is to begin, by client, and how many have begun in this turn.
         self._ready: dict[str, dict[Connection, None]] = {}
         self._num_taken = 0
+        self._turn_end = 0.0
+        self._has_entered = False
         self.num_open = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:
@@ -110,18 +114,16 @@ class Connections:
         peer = self._peers.get(one.peer, _Peer())
         is_over = peer.num_open >= self._max_of_peer
         if is_over or self.num_open >= self._max_open:
-            number = peer.num_open if is_over else self.num_open
             oldest = self._idle_of(peer.waiting if is_over else self._waiting)
-            whose = f"{one.peer} has" if is_over else "there are"
-            message = f"{whose} {number} connections, which is the limit: "
-            complaints.warning(
-                "connections", message + ("the oldest idle one goes" if oldest else "refused")
-            )
+            whose = f"{one.peer} has {peer.num_open}" if is_over else f"there are {self.num_open}"
+            end = "the oldest idle one goes" if oldest else "refused"
+            complaints.warning("connections", f"{whose} connections, which is the limit: {end}")
             if oldest is None:
                 return False
             oldest.cut()
         self._peers.setdefault(one.peer, _Peer()).num_open += 1
         self.num_open += 1
+        self._has_entered = True
         self.wait(one)
         return True
 
@@ -144,11 +146,12 @@ class Connections:
         loop = asyncio.get_running_loop()
         self._refused[one] = loop.call_later(_REFUSED_SECONDS, one.cut)
 
-    def forget(self, one: "Connection") -> None:
+    def leave(self, one: "Connection") -> None:
         if (timer := self._refused.pop(one, None)) is not None:
             timer.cancel()
-
-    def leave(self, one: "Connection") -> None:
+        if not one.is_open:
+            return
+        one.is_open = False
         self.serve(one)
         self._begun.pop(one, None)
         self._ready.get(one.peer, {}).pop(one, None)
@@ -188,6 +191,7 @@ class Connections:
     def take_up(self, one: "Connection") -> None:
         """Begin a request: at once, or in its client's turn where many come at once."""
         if not self._num_taken:
+            self._turn_end = time.perf_counter() + _ENTRY_SECONDS
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._num_taken < _STARTS:
             self._num_taken += 1
@@ -197,6 +201,10 @@ class Connections:
             self._ready.setdefault(one.peer, {})[one] = None
 
     def _next_turn(self) -> None:
+        if self._has_entered and time.perf_counter() < self._turn_end:
+            self._has_entered = False
+            asyncio.get_running_loop().call_soon(self._next_turn)
+            return
         self._num_taken = 0
         while self._ready and self._num_taken < _STARTS:
             peer = next(iter(self._ready))
@@ -304,7 +312,8 @@ class Connection(web.RequestHandler):
             self._all.take_up(self)
 
     def _count_head(self, num_before: int) -> bool:
-        num_bytes = _end_of_heads(self._beginning) - num_before
+        _, end, rest = self._beginning.rpartition(b"\r\n\r\n")
+        num_bytes = len(self._beginning) - (len(rest) if end else 0) - num_before
         return self._all.take_head(self, max(num_bytes, 0))
 
     def hold(self) -> None:
@@ -350,12 +359,9 @@ class Connection(web.RequestHandler):
         self._client.abort()
 
     def _leave(self) -> None:
-        self._all.forget(self)
         if self._first is not None:
             self._first.cancel()
-        if self.is_open:
-            self.is_open = False
-            self._all.leave(self)
+        self._all.leave(self)
 
     def handle_error(
         self,
@@ -419,12 +425,6 @@ def begin(request: web.BaseRequest) -> None:
 def cut(request: web.BaseRequest) -> None:
     if request.transport is not None:
         request.transport.abort()
-
-
-def _end_of_heads(data: bytes) -> int:
-    """Bytes of *data* that may belong to heads."""
-    end = data.rfind(b"\r\n\r\n")
-    return len(data) if end < 0 else end + 4
 
 
 def _is_whole(data: bytes) -> bool:
