@@ -2,8 +2,9 @@
 everything is free again soon after the attacker has gone.
 
 A request's wait is judged without the time in which the machine gave the processes that serve it
-no processor (`run_delay` of ``/proc/PID/schedstat``). Both are printed, and an attack during
-which the machine has taken more than the bound is run once more.
+no processor (`run_delay` of ``/proc/PID/schedstat``), but never as less than the processor time
+that the victim took meanwhile. Both are printed, and an attack during which the machine has taken
+more than the bound is run once more.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Victim(Protocol):
 
     @property
     def serving(self) -> Sequence[int]:
-        """Processes that an honest request passes through, whose lack of processor time is the
-        machine's fault."""
+        """Processes that an honest request passes through, the victim first, whose lack of
+        processor time is the machine's fault."""
         ...
 
     def honest(self) -> None:
@@ -71,10 +72,10 @@ class Attack:
 
 @dataclass
 class Waits:
-    """What honest requests waited, in seconds, and of that without a processor."""
+    """What honest requests waited, in seconds, and how much of that is the victim's own."""
 
     seconds: list[float] = field(default_factory=list[float])
-    stolen: list[float] = field(default_factory=list[float])
+    own: list[float] = field(default_factory=list[float])
     failures: list[str] = field(default_factory=list[str])
 
     @property
@@ -83,22 +84,21 @@ class Waits:
 
     @property
     def longest_own(self) -> float:
-        """The longest wait that is the victim's own."""
-        own = (wait - stolen for wait, stolen in zip(self.seconds, self.stolen, strict=True))
-        return max(own, default=0.0)
+        return max(self.own, default=0.0)
 
     @property
     def median(self) -> float:
         return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
 
     def ask(self, victim: Victim) -> None:
-        before, began = _delays(victim), time.monotonic()
+        (worked, stolen), began = _times(victim), time.monotonic()
         try:
             victim.honest()
         except (OSError, HTTPException, ValueError, CommextError) as error:
             self.failures.append(f"{type(error).__name__}: {error}"[:200])
         self.seconds.append(time.monotonic() - began)
-        self.stolen.append(_delays(victim) - before)
+        now = _times(victim)
+        self.own.append(max(self.seconds[-1] + stolen - now[1], now[0] - worked))
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ def _status_kib(pid: int, name: str) -> int:
     raise ValueError(f"expected {name} in /proc/{pid}/status: is the process a zombie?")
 
 
-def _delays(victim: Victim) -> float:
-    """Seconds in which the main threads of whoever serves could have run, and did not."""
-    files = [Path("/proc/self/schedstat"), *(Path(f"/proc/{p}/schedstat") for p in victim.serving)]
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+def _times(victim: Victim) -> tuple[float, float]:
+    """Seconds in which the victim's main thread ran, and in which those of whoever serves could
+    have run, and did not."""
+    files = [Path(f"/proc/{one}/schedstat").read_text() for one in (*victim.serving, "self")]
+    return int(files[0].split()[0]) / 1e9, sum(int(file.split()[1]) for file in files) / 1e9

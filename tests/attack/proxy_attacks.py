@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import gzip
-import json
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from tests.attack.judge import Attack, Victim
-from tests.attack.proxy_victim import ProxyVictim, proxy
-from tests.kit.ports import LOOPBACK
+from tests.attack.proxy_victim import SILENT_MODELS, before, connected, head, posted, proxy
 from vllm_commext.proxy.server import raise_limit
 
 MIB = 1 << 20
-
-
-def _connected(victim: Victim) -> socket.socket:
-    assert isinstance(victim, ProxyVictim)
-    return socket.create_connection((LOOPBACK, victim.port), timeout=10)
-
-
-def _head(length: int, *headers: str, path: str = "/v1/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
-    return "\r\n".join([*lines, f"Content-Length: {length}", *headers, "", ""]).encode()
 
 
 def _gzip_bodies(victim: Victim) -> None:
     """Bodies that are a thousand times larger once they are unfolded, without an answer read."""
     body = gzip.compress(bytes(200 * MIB), 6)
     for path in ("/v1/completions", "/live", "/metrics", "/v1/models") * 5:
-        with _connected(victim) as attacker:
-            attacker.sendall(_head(len(body), "Content-Encoding: gzip", path=path) + body)
+        with connected(victim) as attacker:
+            attacker.sendall(head(len(body), "Content-Encoding: gzip", path=path) + body)
             time.sleep(0.2)
 
 
 def _large_bodies(victim: Victim, parts: Sequence[bytes]) -> None:
     for part in parts:
-        body = part[: 30 * MIB]
-        with _connected(victim) as attacker, suppress(OSError):
-            attacker.settimeout(10)
-            attacker.sendall(_head(len(body)) + body)
-            attacker.recv(1 << 16)
+        _post(victim, part[: 30 * MIB])
 
 
 def _many_members(victim: Victim) -> None:
@@ -68,7 +51,7 @@ def _many(victim: Victim, number: int, data: bytes, seconds: float, more: bytes 
     end = time.monotonic() + seconds
     for _ in range(number):
         with suppress(OSError):
-            attacker = _connected(victim)
+            attacker = connected(victim)
             attackers.append(attacker)
             attacker.sendall(data)
             attacker.setblocking(False)
@@ -81,13 +64,13 @@ def _many(victim: Victim, number: int, data: bytes, seconds: float, more: bytes 
 
 def _announced(victim: Victim) -> None:
     """Bodies of 32 MiB of which nothing comes, and small ones."""
-    _many(victim, 32, _head(32 * MIB), 0.0)
-    _many(victim, 1100, _head(10), 8.0)
+    _many(victim, 32, head(32 * MIB), 0.0)
+    _many(victim, 1100, head(10), 8.0)
 
 
 def _slow(victim: Victim) -> None:
     """Bodies that come a byte at a time."""
-    _many(victim, 300, _head(MIB) + b" " * 20_000, 10.0, b" ")
+    _many(victim, 300, head(MIB) + b" " * 20_000, 10.0, b" ")
 
 
 def _idle(victim: Victim) -> None:
@@ -109,7 +92,7 @@ def _malformed(victim: Victim) -> None:
     garbage = (b"\x16\x03\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50 + b"\r\n\r\n")
     while time.monotonic() < end:
         for data in garbage:
-            with _connected(victim) as attacker, suppress(OSError):
+            with connected(victim) as attacker, suppress(OSError):
                 attacker.sendall(data)
                 attacker.recv(1 << 12)
 
@@ -125,23 +108,14 @@ def _poison(victim: Victim) -> None:
 
 
 def _post(victim: Victim, content: Any) -> None:
-    body = json.dumps(content).encode()
-    with _connected(victim) as attacker, suppress(OSError):
-        attacker.sendall(_head(len(body)) + body)
+    with connected(victim) as attacker, suppress(OSError):
+        attacker.sendall(posted(content))
         attacker.recv(1 << 16)
 
 
 def _models(victim: Victim) -> None:
     """The list of models from an engine that answers nothing."""
     _many(victim, 400, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 8.0)
-
-
-def _impatient(folder: Path) -> AbstractContextManager[Victim]:
-    return proxy(folder, "--client-timeout", "5")
-
-
-def _before_silent_models(folder: Path) -> AbstractContextManager[Victim]:
-    return proxy(folder, decode="silent-models")
 
 
 ATTACKS = (
@@ -151,8 +125,8 @@ ATTACKS = (
     Attack("announced", "proxy", proxy, _announced, 30.0),
     Attack("slow", "proxy", proxy, _slow),
     Attack("idle", "proxy", proxy, _idle, 30.0),
-    Attack("unread", "proxy", _impatient, _unread, 20.0),
+    Attack("unread", "proxy", before("--client-timeout", "5"), _unread, 20.0),
     Attack("malformed", "proxy", proxy, _malformed),
     Attack("poison", "proxy", proxy, _poison),
-    Attack("models", "proxy", _before_silent_models, _models),
+    Attack("models", "proxy", before(decode=[SILENT_MODELS]), _models),
 )

@@ -6,13 +6,15 @@ import asyncio
 import http.client
 import json
 import os
+import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.attack.judge import soft_limit
+from tests.attack.judge import Victim, soft_limit
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import ProxyServer, Server
 from tests.unit.proxy.conftest import (
@@ -75,18 +77,22 @@ class ProxyVictim:
     def serving(self) -> Sequence[int]:
         return [*self.pids, *(pid for engine in self.engines for pid in engine.pids())]
 
-    def honest(self) -> None:
-        """A request in two steps, on a connection of its own."""
+    def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """An answer of status 200, on a connection of its own."""
         connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=BOUND_SECONDS)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", HONEST, headers)
+        with closing(connection):
+            connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             content = answer.read()
-        finally:
-            connection.close()
-        if answer.status != 200 or json.loads(content)["choices"][0]["text"] != "hello":
-            raise ValueError(f"expected 200 and hello, got {answer.status} {content[:200]!r}")
+        if answer.status != 200:
+            raise ValueError(f"expected 200, got {answer.status} {content[:200]!r}")
+        return content
+
+    def honest(self) -> None:
+        """A request in two steps."""
+        content = self.ask("POST", "/v1/completions", HONEST)
+        if json.loads(content)["choices"][0]["text"] != "hello":
+            raise ValueError(f"expected hello, got {content[:200]!r}")
 
     def held(self) -> Mapping[str, float]:
         """Descriptors; a few connections to engines come and go."""
@@ -94,17 +100,54 @@ class ProxyVictim:
         return {"descriptors": float(max(sum(numbers) - _OWN_DESCRIPTORS, 0))}
 
 
+class LiveVictim(ProxyVictim):
+    """A proxy that others ask whether it lives: its requests may have to wait for theirs."""
+
+    @property
+    def serving(self) -> Sequence[int]:
+        return self.pids
+
+    def honest(self) -> None:
+        self.ask("GET", "/live")
+
+
 @contextmanager
-def proxy(folder: Path, *options: str, decode: str = "decode") -> Iterator[ProxyVictim]:
+def proxy(
+    folder: Path,
+    *options: str,
+    decode: Sequence[str] = ("decode",),
+    prefill: str = "prefill",
+    kind: type[ProxyVictim] = ProxyVictim,
+) -> Iterator[ProxyVictim]:
     """A proxy with *options*, at the usual soft limit of descriptors."""
     with ExitStack() as stack:
-        engines = [_engine(folder, name) for name in ("prefill", decode)]
-        for engine in engines:
-            stack.enter_context(engine)
-        server = ProxyServer("proxy", [engines[0].url], [engines[1].url], folder, args=options)
+        engines = [stack.enter_context(_engine(folder, name)) for name in (prefill, *decode)]
+        first, *others = [engine.url for engine in engines]
+        server = ProxyServer("proxy", [first], others, folder, args=options)
         with soft_limit():
             stack.enter_context(server)
-        yield ProxyVictim(server, engines)
+        yield kind(server, engines)
+
+
+def before(*options: str, **more: Any) -> Callable[[Path], AbstractContextManager[ProxyVictim]]:
+    return lambda folder: proxy(folder, *options, **more)
+
+
+def connected(victim: Victim, host: str = LOOPBACK) -> socket.socket:
+    """A connection of an attacker at *host*."""
+    assert isinstance(victim, ProxyVictim)
+    return socket.create_connection((LOOPBACK, victim.port), 10, source_address=(host, 0))
+
+
+def head(length: int, *headers: str, path: str = "/v1/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", *headers, "", ""]).encode()
+
+
+def posted(content: Any, path: str = "/v1/completions") -> bytes:
+    """A request with *content*, JSON if it is not bytes."""
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return head(len(body), path=path) + body
 
 
 def _engine(folder: Path, behaviour: str) -> Server:

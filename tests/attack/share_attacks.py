@@ -3,7 +3,6 @@ counted, what is done in one piece, and what is not bounded."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import select
 import socket
@@ -14,8 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.attack.judge import Attack, Victim
-from tests.attack.proxy_victim import BOUND_SECONDS, ProxyVictim, proxy
-from tests.kit.ports import LOOPBACK
+from tests.attack.proxy_victim import (
+    ENDLESS_PAGE,
+    FLOOD,
+    MOODY,
+    LiveVictim,
+    ProxyVictim,
+    before,
+    connected,
+    posted,
+    proxy,
+)
 from vllm_commext.proxy.server import raise_limit
 
 MIB = 1 << 20
@@ -25,19 +33,9 @@ OTHER = "127.0.0.2"
 _LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
-def _connected(victim: Victim) -> socket.socket:
-    assert isinstance(victim, ProxyVictim)
-    return socket.create_connection((LOOPBACK, victim.port), 10, source_address=(OTHER, 0))
-
-
-def _posted(content: bytes, path: str = "/v1/completions") -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json")
-    return "\r\n".join((*lines, f"Content-Length: {len(content)}", "", "")).encode() + content
-
-
 def _again_and_again(victim: Victim, data: bytes, number: int) -> None:
     """Send *data* on *number* connections for a while, on each when it was answered."""
-    ones = [_connected(victim) for _ in range(number)]
+    ones = [connected(victim, OTHER) for _ in range(number)]
     by_number = {one.fileno(): one for one in ones}
     poller = select.epoll()
     for one in ones:
@@ -56,7 +54,7 @@ def _again_and_again(victim: Victim, data: bytes, number: int) -> None:
 def _preflights(victim: Victim) -> None:
     """Questions of browsers, for which no key is needed."""
     asked = b"OPTIONS /v1/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://page\r\n\r\n"
-    ones = [_connected(victim) for _ in range(1200)]
+    ones = [connected(victim, OTHER) for _ in range(1200)]
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         for one in ones[:: max(1, len(ones) // 200)]:
@@ -73,8 +71,8 @@ def _objects(victim: Victim) -> None:
         body = b'{"%s": %s, "kv_transfer_params": {"remote_host": %s}}' % (name, inner, lists)
         end = time.monotonic() + SECONDS / 4
         while time.monotonic() < end:
-            with _connected(victim) as one, suppress(OSError):
-                one.sendall(_posted(body))
+            with connected(victim, OTHER) as one, suppress(OSError):
+                one.sendall(posted(body))
                 one.recv(1 << 14)
 
 
@@ -95,7 +93,7 @@ def _connections(victim: Victim) -> None:
     for _ in range(2):
         ones: list[socket.socket] = []
         for _ in range(2300):
-            one = _connected(victim)
+            one = connected(victim, OTHER)
             one.sendall(_LIVE)
             ones.append(one)
             time.sleep(0.0005)
@@ -113,8 +111,8 @@ def _connections(victim: Victim) -> None:
 def _instant(victim: Victim) -> None:
     """Nine hundred requests in one instant."""
     raise_limit()
-    ones = [_connected(victim) for _ in range(900)]
-    body = _posted(json.dumps({"prompt": "hello", "max_tokens": 3}).encode())
+    ones = [connected(victim, OTHER) for _ in range(900)]
+    body = posted({"prompt": "hello", "max_tokens": 3})
     for _ in range(2):
         for one in ones:
             one.sendall(body)
@@ -132,8 +130,8 @@ def _engines(victim: Victim) -> None:
 
 def _unread_streams(victim: Victim) -> None:
     """Streams that nobody reads, of an engine that sends as fast as it can."""
-    body = _posted(json.dumps({"prompt": "flood", "stream": True}).encode())
-    ones = [_connected(victim) for _ in range(100)]
+    body = posted({"prompt": "flood", "stream": True})
+    ones = [connected(victim, OTHER) for _ in range(100)]
     for one in ones:
         one.sendall(body)
     time.sleep(SECONDS)
@@ -141,33 +139,12 @@ def _unread_streams(victim: Victim) -> None:
 
 def _given_up(victim: Victim) -> None:
     """Requests that the decode engine gives up, as one does that ends."""
-    _again_and_again(victim, _posted(b'{"prompt": "abort", "max_tokens": 3}'), 4)
+    _again_and_again(victim, posted({"prompt": "abort", "max_tokens": 3}), 4)
 
 
 def _failing(victim: Victim) -> None:
     """Requests that end in an error wherever they are tried."""
-    _again_and_again(victim, _posted(b'{"prompt": "fail", "max_tokens": 3}'), 4)
-
-
-@dataclass
-class LiveVictim(ProxyVictim):
-    """A proxy that others ask whether it lives: its requests may have to wait for theirs."""
-
-    def honest(self) -> None:
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=BOUND_SECONDS)
-        try:
-            connection.request("GET", "/live")
-            status = connection.getresponse().status
-        finally:
-            connection.close()
-        if status != 200:
-            raise ValueError(f"expected 200, got {status}")
-
-
-@contextmanager
-def alive(folder: Path) -> Iterator[LiveVictim]:
-    with proxy(folder) as victim:
-        yield LiveVictim(victim.proxy, victim.engines)
+    _again_and_again(victim, posted({"prompt": "fail", "max_tokens": 3}), 4)
 
 
 @dataclass
@@ -194,38 +171,14 @@ def by_a_file(folder: Path) -> Iterator[FileVictim]:
         yield FileVictim(victim.proxy, victim.engines, path)
 
 
-@contextmanager
-def few_places(folder: Path) -> Iterator[ProxyVictim]:
-    with proxy(folder, "--max-in-flight", "32") as victim:
-        yield victim
-
-
-@contextmanager
-def endless_pages(folder: Path) -> Iterator[ProxyVictim]:
-    with proxy(folder, decode="endless-page") as victim:
-        yield victim
-
-
-@contextmanager
-def moods(folder: Path) -> Iterator[ProxyVictim]:
-    with proxy(folder, decode="moody") as victim:
-        yield victim
-
-
-@contextmanager
-def floods(folder: Path) -> Iterator[ProxyVictim]:
-    with proxy(folder, decode="flood") as victim:
-        yield victim
-
-
 ATTACKS = (
-    Attack("preflights", "proxy", few_places, _preflights),
+    Attack("preflights", "proxy", before("--max-in-flight", "32"), _preflights),
     Attack("objects", "proxy", proxy, _objects),
-    Attack("pages", "proxy", endless_pages, _pages),
+    Attack("pages", "proxy", before(decode=[ENDLESS_PAGE]), _pages),
     Attack("connections", "proxy", proxy, _connections, 30.0),
-    Attack("instant", "proxy", alive, _instant, 30.0),
+    Attack("instant", "proxy", before(kind=LiveVictim), _instant, 30.0),
     Attack("engines", "proxy", by_a_file, _engines),
-    Attack("unread_streams", "proxy", floods, _unread_streams),
-    Attack("given_up", "proxy", moods, _given_up),
-    Attack("failing", "proxy", moods, _failing),
+    Attack("unread_streams", "proxy", before(decode=[FLOOD], kind=LiveVictim), _unread_streams),
+    Attack("given_up", "proxy", before(decode=[MOODY]), _given_up),
+    Attack("failing", "proxy", before(decode=[MOODY]), _failing),
 )
