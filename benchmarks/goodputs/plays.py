@@ -36,7 +36,7 @@ def as_line(play: Play) -> str:
     samples = [
         [
             *(round(seconds, DIGITS) for seconds in (one.at, one.first, one.last, one.gap)),
-            *(one.prompt_tokens, one.output_tokens, one.error, one.placement),
+            *(one.prompt_tokens, one.output_tokens, one.error, one.placement, one.engine),
         ]
         for one in play.samples
     ]
@@ -48,7 +48,7 @@ def as_line(play: Play) -> str:
         "contestant": play.contestant,
         "told": told,
         "late": round(play.late, DIGITS),
-        "samples: at, first, last, gap, prompt, output, error, placement": samples,
+        "samples: at, first, last, gap, prompt, output, error, placement, engine": samples,
     }
     return json.dumps(content, separators=(",", ":"))
 

@@ -73,6 +73,7 @@ def figures_of(rounds: Sequence[Sequence[Sample]], num_gpus: int) -> dict[str, A
         "requests": len(samples),
         "errors": dict(figures.errors(samples)),
         "placements": dict(figures.placements(samples)),
+        "answered": dict(figures.engines(samples)),
         "rounds": len(rounds),
     }
 
@@ -89,8 +90,13 @@ def _row(
         f"{found['tokens/s a GPU']:,.0f}",
         *(_share(rounds, one) for one in limits),
         f"{failed} of {found['requests']}",
-        ", ".join(f"{kind} {count}" for kind, count in found["placements"].items()) or "-",
+        _counts(found["placements"]),
+        _counts(found["answered"]),
     ]
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in found.items()) or "-"
 
 
 def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:
@@ -172,7 +178,13 @@ def markdown(
     ]
     cells = cells_of(plays)
     for workload in dict.fromkeys(name for name, _ in cells):
-        columns = (*COLUMNS, *(f"good, {short(one)}" for one in limits), "failed", "placed")
+        columns = (
+            *COLUMNS,
+            *(f"good, {short(one)}" for one in limits),
+            "failed",
+            "placed",
+            "answered",
+        )
         rows = [
             _row(rate, contestant, of, limits, gpus)
             for (name, rate), rounds in sorted(cells.items(), key=lambda item: item[0])

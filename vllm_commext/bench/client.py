@@ -82,7 +82,7 @@ PROGRESS_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 2.0
 ERROR_CHARACTERS = 200
 DEFAULT_VOCAB = 10_000
-PLACEMENT_HEADER = "X-Commext-Placement"
+PLACEMENT_HEADER, ENGINE_HEADER = "X-Commext-Placement", "X-Commext-Decode"
 _LEAD_SECONDS = 0.05
 
 
@@ -228,7 +228,8 @@ class _Load:
             headers, body = {"Content-Type": "application/json"}, self._bodies[place]
             async with session.post(self._url, data=body, headers=headers) as response:
                 placement = response.headers.get(PLACEMENT_HEADER, "")
-                sample = replace(sample, placement=placement[:ERROR_CHARACTERS])
+                engine = response.headers.get(ENGINE_HEADER, "")[:ERROR_CHARACTERS]
+                sample = replace(sample, placement=placement[:ERROR_CHARACTERS], engine=engine)
                 error = await _read(response, events)
         except (aiohttp.ClientError, OSError, ValueError) as failure:
             error = _told(failure)

@@ -28,7 +28,8 @@ class Sample:
     last: float = 0.0
     gap: float = 0.0  # the longest time between two events
     error: str = ""  # why it failed
-    placement: str = ""  # our proxy's header of that name
+    placement: str = ""  # our proxy's headers of that name, and of the engine that answers
+    engine: str = ""
 
     @property
     def tpot(self) -> float:
@@ -78,6 +79,10 @@ def errors(samples: Round) -> Mapping[str, int]:
 def placements(samples: Round) -> Mapping[str, int]:
     kinds = (one.placement.partition(" ")[0].strip(";,") for one in samples if one.placement)
     return dict(Counter(kinds).most_common())
+
+
+def engines(samples: Round) -> Mapping[str, int]:
+    return dict(sorted(Counter(one.engine for one in samples if one.engine).items()))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ async def play(
 
 
 async def stream(request: web.Request, *pieces: bytes, pause: float = 0.0) -> web.StreamResponse:
-    response = web.StreamResponse(headers={client.PLACEMENT_HEADER: "local; ttft=5"})
+    told = {client.PLACEMENT_HEADER: "local; ttft=5", client.ENGINE_HEADER: "e1"}
+    response = web.StreamResponse(headers=told)
     await response.prepare(request)
     for piece in pieces:
         await response.write(piece)
@@ -105,7 +106,7 @@ def test_times_are_those_of_the_events() -> None:
 
     one = asyncio.run(play(paced, [Arrival(0.0, 5, 4)])).samples[0]
     assert not one.error
-    assert figures.placements([one]) == {"local": 1}
+    assert (figures.placements([one]), figures.engines([one])) == ({"local": 1}, {"e1": 1})
     assert one.first >= 0.3
     assert 0 < one.gap <= one.last - one.first
     assert one.tpot == pytest.approx((one.last - one.first) / 3)
