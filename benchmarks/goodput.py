@@ -92,7 +92,10 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--cpu", action="store_true", help="two tiny servers, as where there is no GPU")
     add("--gpus", nargs="+", help="default: all")
-    add("--prefills", type=int, help="engines that prefill, of a split way; default: half")
+    add("--prefills", type=int, nargs="+", help="a fixed way for each, that many prefill; or half")
+    add(
+        "--placed-tp", type=int, nargs="+", default=[], help="ordered, with engines of so many GPUs"
+    )
     add("--max-num-batched-tokens", type=int, help="default: 2048")
     add("--max-model-len", type=int, help="default: 33280; longer requests are cut")
     add("--max-num-seqs", type=int, default=128)
@@ -201,13 +204,12 @@ def run(args: argparse.Namespace, made: Sequence[Contestant], folder: Path, outp
     """Start engines and proxies, measure, and stop them."""
     sets: list[EngineSet] = list(dict.fromkeys(one.engines for one in made))
     setup, places = setup_of(args, folder), places_of(args, len(sets))
-    num_prefill = args.prefills or max(len(places.gpus) // 2, 1)
     with started(setup, places, sets) as engines:
         made = [one for one in made if one.engines in engines]
         proxies: list[Server] = []
         try:
             for one in made:
-                proxies.append(contestants.proxy(one, engines, num_prefill, folder))
+                proxies.append(contestants.proxy(one, engines, folder))
                 proxies[-1].start()
             for server in proxies:
                 server.wait_ready()
@@ -245,6 +247,8 @@ def main() -> int:
         args.replica_step,
         args.told,
         args.tp,
+        args.placed_tp,
+        args.prefills or (),
     )
     made = contestants.known(made)
     if not made:

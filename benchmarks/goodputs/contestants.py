@@ -24,21 +24,22 @@ HELP_SECONDS = 60.0
 class Contestant:
     """One way: its engines, and the proxy's options but for their addresses.
 
-    split: whether each engine has one role, prefill or decode; told: the limits that the proxy is
-    to keep, if it can be told any.
+    num_prefill: engines that only prefill, while the others only decode, 0: each does both, -1:
+    half of them; told: the limits that the proxy is to keep, if it can be told any.
     """
 
     name: str
     engines: EngineSet
     options: tuple[str, ...] = ()
-    split: bool = False
+    num_prefill: int = 0
     told: Limits | None = None
 
-    def proxy_options(self, urls: Sequence[str], num_prefill: int) -> list[str]:
+    def proxy_options(self, urls: Sequence[str]) -> list[str]:
         """The proxy's options with the engines' addresses."""
         roles = ["--engine"] * len(urls)
-        if self.split:
-            roles = ["--prefill"] * num_prefill + ["--decode"] * (len(urls) - num_prefill)
+        if self.num_prefill:
+            num = self.num_prefill if self.num_prefill > 0 else max(len(urls) // 2, 1)
+            roles = ["--prefill"] * num + ["--decode"] * (len(urls) - num)
         addresses = [part for pair in zip(roles, urls, strict=True) for part in pair]
         return [*addresses, *self.options]
 
@@ -65,6 +66,8 @@ def make(
     replica_steps: Sequence[int],
     told: Sequence[Limits],
     tps: Sequence[int] = (),
+    placed_tps: Sequence[int] = (),
+    prefills: Sequence[int] = (),
 ) -> list[Contestant]:
     """All contestants; one that is named twice is there twice, against itself.
 
@@ -78,9 +81,10 @@ def make(
         if name == REPLICAS:
             found.append(Contestant(name, both, local))
         elif name == FIXED:
-            found.append(Contestant(name, both, split=True))
+            found += [Contestant(f"{name} {num}P", both, num_prefill=num) for num in prefills]
+            found += [] if prefills else [Contestant(name, both, num_prefill=-1)]
         elif name == NIXL:
-            found.append(Contestant(name, EngineSet(NIXL, step), split=True))
+            found.append(Contestant(name, EngineSet(NIXL, step), num_prefill=-1))
         elif name in (ADAPTIVE, ORDERED):
             found += [_adaptive(name, both, limits) for limits in told]
         else:
@@ -89,6 +93,8 @@ def make(
         plain = EngineSet(PLAIN, replica_step)
         found.append(Contestant(f"{REPLICAS} {replica_step}", plain, local))
     found += [Contestant(f"TP {tp}", EngineSet(PLAIN, step, tp), local) for tp in tps]
+    for tp in placed_tps:
+        found += [_adaptive(ORDERED, EngineSet(BOTH, step, tp), limits) for limits in told]
     return _told_apart(found)
 
 
@@ -96,6 +102,7 @@ def _adaptive(name: str, engines: EngineSet, limits: Limits) -> Contestant:
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
     options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
     options += ("--prompt-order", "shortest" if name == ORDERED else "arrival")
+    name += f" TP {engines.tp}" if engines.tp > 1 else ""
     return Contestant(f"{name} {tpot}/{first}", engines, options, told=limits)
 
 
@@ -106,7 +113,7 @@ def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
     for one in contestants:
         counts[one.name] = number = counts.get(one.name, 0) + 1
         name = one.name if number == 1 else f"{one.name} ({number})"
-        found.append(Contestant(name, one.engines, one.options, one.split, one.told))
+        found.append(Contestant(name, one.engines, one.options, one.num_prefill, one.told))
     return found
 
 
@@ -122,7 +129,7 @@ def known(contestants: Sequence[Contestant]) -> list[Contestant]:
     found: list[Contestant] = []
     for one in contestants:
         needed = [option for option in one.options if option.startswith("--")]
-        needed += [] if one.split else ["--engine "]
+        needed += [] if one.num_prefill else ["--engine "]
         if missing := [option for option in needed if option not in told]:
             print(f"{one.name} left out: this proxy has no {', '.join(missing)}", flush=True)
         else:
@@ -130,13 +137,11 @@ def known(contestants: Sequence[Contestant]) -> list[Contestant]:
     return found
 
 
-def proxy(
-    one: Contestant, engines: Mapping[EngineSet, Sequence[Server]], num_prefill: int, folder: Path
-) -> Server:
+def proxy(one: Contestant, engines: Mapping[EngineSet, Sequence[Server]], folder: Path) -> Server:
     """A contestant's proxy, not started."""
     port = free_port()
     urls = [server.url for server in engines[one.engines]]
     command = [sys.executable, "-m", "vllm_commext", "proxy", "--host", LOOPBACK]
-    command += ["--port", str(port), *one.proxy_options(urls, num_prefill)]
+    command += ["--port", str(port), *one.proxy_options(urls)]
     name = "proxy-" + "".join(part if part.isalnum() else "-" for part in one.name)
     return Server(name, command, folder, port=port, ready_seconds=READY_SECONDS)
