@@ -179,11 +179,11 @@ class Life:
     def __init__(self, marks: list[Mark]) -> None:
         self._marks = marks
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, engine: str = "") -> None:
         if phase not in MOVES[self.phase]:
             raise RuntimeError(f"a request that is {self.phase} cannot be {phase} next")
         self.phase = phase
-        self._marks.append((time.monotonic(), phase, ""))
+        self._marks.append((time.monotonic(), phase, engine))
 
 
 _QUEUE, _PREFILL, _ASK, _FIRST_TOKEN, _DECODE, _MOVE = _PARTS = (
@@ -224,16 +224,14 @@ _BEGINS = {
 
 def parts_of(began: float, marks: Iterable[Mark]) -> list[Part]:
     """All parts, as they ended.  A part that has not ended is left out."""
-    running, found, answers = {_QUEUE: (began, "")}, list[Part](), ""
+    running, found = {_QUEUE: (began, "")}, list[Part]()
     for at, what, engine in marks:
         for name in _ENDS.get(what, ()):
             if name in running:
                 since, asked = running.pop(name)
                 found.append(Part(name, asked, since, at))
-        if what == DECODE_ASKED:
-            answers = engine
         if (name := _BEGINS.get(what)) is not None:
-            running[name] = at, engine or (answers if name == _DECODE else "")
+            running[name] = at, engine
     return found
 
 

@@ -142,9 +142,9 @@ async def serve(seed: int) -> None:
         one = begun(story, monkeypatch)
         enter, asked = Life.enter, SimpleNamespace(path=CHAT, headers={})
 
-        def entering(life: Life, phase: Phase) -> None:
+        def entering(life: Life, phase: Phase, engine: str = "") -> None:
             taken.append((life.phase.value, phase.value))
-            enter(life, phase)
+            enter(life, phase, engine)
 
         monkeypatch.setattr(Life, "enter", entering)
         with suppress(ProxyError, ClientGoneError):

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.proxy.test_moving import ANSWERED, OTHER, Engines, drained
+from tests.unit.proxy.test_resume import COMPLETIONS
 from tests.unit.proxy.test_window import stream_both
+from vllm_commext.proxy.outcome import Resume
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra [otel] is not installed")
 CLIENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -78,6 +81,22 @@ async def test_whatever_happens_each_request_is_one_tree(kit: Any) -> None:
     outcomes = {one.attributes["outcome"] for one in requests.values()}
     assert {"ok", "bad_request", "engine_error"} <= outcomes
     assert "hello" not in str([dict(one.attributes) for one in spans])
+
+
+@pytest.mark.parametrize(
+    ("answer", "result"), [(ANSWERED, Resume.RESUMED), (OTHER, Resume.DIFFERS)]
+)
+async def test_a_move_is_in_the_tree_and_the_engine_that_answers_after_it(
+    kit: Any, answer: Any, result: Resume
+) -> None:
+    async with kit.cluster(num_decode=2) as cluster:
+        traced = Traced(cluster)
+        await drained(cluster, Engines(COMPLETIONS, answer), {}, result)
+    (spans := list(traced.spans())).sort(key=lambda span: span.start_time)
+    assert len({span.context.trace_id for span in spans}) == 1
+    assert "move" in {span.name for span in spans}
+    answered = [span.attributes["engine"] for span in spans if span.name == "decode"]
+    assert answered == ["decode0", "decode1" if result is Resume.RESUMED else "decode0"]
 
 
 @pytest.mark.parametrize("header", ["", "00-0-0-01", f"00-{'1' * 32}-{'0' * 16}-01", "x" * 300])

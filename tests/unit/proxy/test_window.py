@@ -28,9 +28,9 @@ def test_the_parts_of_a_request_follow_from_its_marks() -> None:
     marks = [
         *((1.0, "planned", ""), (1.0, "prefilling", ""), (2.0, "prefill asked", "e0")),
         *((5.0, "prefilled", "e0"), (5.0, "decode asked", "e1"), (5.5, "decode answers", "e1")),
-        *((6.0, "opened", ""), (6.0, "relaying", ""), (8.0, "prefill asked", "e2")),
+        *((6.0, "opened", ""), (6.0, "relaying", "e1"), (8.0, "prefill asked", "e2")),
         *((9.0, "prefilled", "e2"), (10.0, "moving", ""), (10.0, "decode asked", "e2")),
-        *((10.5, "decode answers", "e2"), (11.0, "relaying", ""), (15.0, "asked", "")),
+        *((10.5, "decode answers", "e2"), (11.0, "relaying", "e1"), (15.0, "asked", "")),
         *((16.0, "decode asked", "e1"), (17.0, "done", "")),
     ]
     assert [tuple(part) for part in parts_of(0.0, marks)] == [
@@ -43,7 +43,7 @@ def test_the_parts_of_a_request_follow_from_its_marks() -> None:
         ("ask", "e2", 10.0, 10.5),
         ("first token", "e2", 10.5, 11.0),
         ("move", "", 10.0, 11.0),
-        ("decode", "e2", 11.0, 15.0),
+        ("decode", "e1", 11.0, 15.0),
         ("queue", "", 15.0, 16.0),
         ("ask", "e1", 16.0, 17.0),
     ]

@@ -158,7 +158,7 @@ class Session:
     async def _send_all(self, relay: Relay, opened: Opened) -> ProxyError | None:
         """Send what one engine after the other answers; the failure that ended it, or None."""
         while True:
-            self.life.enter(Phase.RELAYING)
+            self.life.enter(Phase.RELAYING, opened.engine.name)
             self._watch(opened)
             end = await relay.send(opened)
             if isinstance(end, Ended):
