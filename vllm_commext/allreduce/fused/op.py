@@ -191,7 +191,9 @@ def all_reduce_add_rms_norm(
         x: [rows, hidden], this rank's part of the sum: bfloat16, float16 or float32.
         residual: as `x`, the same on all ranks, or None.
         weight: [hidden] of any of the three types.
+        eps: added to the mean of a row's squares.
         group: a name given to `register_group`.
+        epilogue: one of `EPILOGUES`: the norm in x's dtype, or quantised to FP8.
         scale: float32, one number, for ``fp8_static``.
         weight_bias: added to each weight, 1 for Gemma's norm.
         next_weight: a matrix that multiplies `out` next, some of which may be prefetched.
