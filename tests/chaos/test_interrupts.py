@@ -72,7 +72,7 @@ class Run:
             with suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_text()
                 if "vllm.entrypoints" in line and "--port" in line:
-                    os.kill(pid, signal.SIGKILL)
+                    (os.killpg if self.dice.random() < 0.5 else os.kill)(pid, signal.SIGKILL)
                     return
 
     def interrupt(self) -> None:

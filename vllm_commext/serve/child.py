@@ -90,21 +90,21 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, which passes its end on to those that it has started."""
-        self._note_shared()
+        self.note_shared()
         if self.status is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it and all of its session at once, and remove their shared memory."""
-        for pid in self._note_shared():
+        for pid in self.note_shared():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         for name in self._shared:
             Path(name).unlink(missing_ok=True)
 
-    def _note_shared(self) -> list[int]:
-        """Its processes, whose shared memory is noted: they may be killed as they remove it."""
+    def note_shared(self) -> list[int]:
+        """Return its processes, and note shared memory that they may not live to remove."""
         pids = _session(self._process.pid)
         self._shared |= {name for pid in pids for name in _shared_memory(pid)}
         return pids

@@ -66,6 +66,7 @@ class Member:
         self._answered = now
         if not self.is_ready:
             self.is_ready = self.has_been_ready = True
+            self.child.note_shared()
             self._tell("is ready")
         elif self.child.seconds > STEADY_SECONDS:
             self._num_ends = 0
