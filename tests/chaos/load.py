@@ -198,10 +198,8 @@ class Load:
         talk, started = rng.choice(self.talks), time.monotonic()
         text, error = "", ""
         try:
-            if rng.random() < 0.5:
-                text = talk.ask_whole(self.url, self.bound_seconds)
-            else:
-                text = talk.ask(self.url, self.bound_seconds)
+            ask_talk = talk.ask_whole if rng.random() < 0.5 else talk.ask
+            text = ask_talk(self.url, self.bound_seconds)
         except (CommextError, httpx.HTTPError, ValueError, KeyError) as caught:
             error = f"{type(caught).__name__}: {caught}"
         seconds = time.monotonic() - started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,7 @@ class Talk:
             return "".join(_texts_of_stream(url, lines_of(answer.iter_text())))
 
     def ask_whole(self, url: str, seconds: float) -> str:
-        answer = post(f"{url}{self.path}", dict(self.body), timeout_seconds=seconds).json()
-        return "".join(_texts(answer))
+        return "".join(_texts(post(f"{url}{self.path}", self.body, seconds).json()))
 
 
 def _value(text: str) -> Any:
@@ -102,9 +101,8 @@ def _texts(part: Mapping[str, Any]) -> Iterator[str]:
     for choice in part.get("choices", ()):
         said = choice.get("delta") or choice.get("message") or {}
         yield said.get("content") or ""
-        yield from (
-            call["function"].get("arguments") or "" for call in said.get("tool_calls") or ()
-        )
+        calls = said.get("tool_calls") or ()
+        yield from (call["function"].get("arguments") or "" for call in calls)
     if part.get("type") == "response.output_text.delta":
         yield part["delta"]
     elif part.get("type") == "content_block_delta":
@@ -117,8 +115,8 @@ def _texts(part: Mapping[str, Any]) -> Iterator[str]:
 def take_talks(url: str, number: int, num_tokens: int, seed: int, model: str = "") -> list[Talk]:
     """Conversations in all forms with the answers of a server that computes everything itself.
 
-    Those in which two tokens are about equally likely somewhere are left out: batches of other
-    sizes round otherwise.
+    Those in which two tokens are about equally likely somewhere are left out, as batches of other
+    sizes round otherwise, and those of which that server's own stream shows less.
     """
     rng = random.Random(seed)
     found: list[Talk] = []
@@ -128,22 +126,20 @@ def take_talks(url: str, number: int, num_tokens: int, seed: int, model: str = "
         name = model if model and len(found) % 2 else MODEL_NAME
         common = {"model": name, "temperature": 0.0}
         chat = {**common, "messages": messages, "max_tokens": num_tokens}
-        if not _is_clear(url, chat):
-            continue
         asked = [
             (CHAT, {**chat, **CALL, "max_tokens": CALL_TOKENS}),
             (MESSAGES, chat),
             (RESPONSES, {**common, "input": messages, "max_output_tokens": num_tokens}),
         ]
-        for path, body in asked:
-            found.append(Talk(path, body, Talk(path, body).ask_whole(url, REFERENCE_SECONDS)))
+        for path, body in asked if _is_clear(url, chat) else ():
+            talk = Talk(path, body, Talk(path, body).ask_whole(url, REFERENCE_SECONDS))
+            if talk.is_right(talk.ask(url, REFERENCE_SECONDS)):
+                found.append(talk)
     return found
 
 
 def _is_clear(url: str, chat: Mapping[str, Any]) -> bool:
     body = {**chat, "logprobs": True, "top_logprobs": 2}
     (choice,) = post(f"{url}{CHAT}", body).json()["choices"]
-    tops: Sequence[Sequence[Mapping[str, Any]]] = [
-        one["top_logprobs"] for one in choice["logprobs"]["content"]
-    ]
+    tops = (one["top_logprobs"] for one in choice["logprobs"]["content"])
     return all(first["logprob"] - second["logprob"] > NOISE_NATS for first, second in tops)

@@ -23,6 +23,7 @@ KINDS = (
     "foreign_parameters",
     "kill_prefill",
 )
+pytestmark = (pytest.mark.usefixtures("real_servers"), pytest.mark.timeout(900))
 BOUND_SECONDS = 120.0
 """For an answer on a busy machine; ``make chaos`` has the bound that is promised."""
 
@@ -44,7 +45,6 @@ def run_here(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("real_servers")
 def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: Path) -> None:
     lines: list[str] = []
     record = run_here(
@@ -69,7 +69,6 @@ def test_service_survives_a_fault_of_each_kind_without_a_wrong_token(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("real_servers")
 def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) -> None:
     record = run_here(tmp_path, **FEW, num_faults=0, connector=CORRUPTING)
     report = as_markdown(record)
@@ -79,8 +78,6 @@ def test_a_connector_that_damages_what_it_has_read_is_found_out(tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("real_servers")
 @pytest.mark.parametrize("connector", [CONNECTOR, LEAKING])
 def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, connector: str) -> None:
     faults: dict[str, Any] = {"num_faults": 24, "kinds": ("foreign_parameters",)}
@@ -90,8 +87,6 @@ def test_a_connector_that_leaks_at_every_fault_is_found_out(tmp_path: Path, conn
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("real_servers")
 @pytest.mark.parametrize("proxy_args", [(), ("--no-resume",)], ids=["resumed", "not resumed"])
 def test_no_stream_is_lost_with_the_engine_that_answers_it(
     tmp_path: Path, proxy_args: tuple[str, ...]
@@ -111,8 +106,6 @@ def test_no_stream_is_lost_with_the_engine_that_answers_it(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("real_servers")
 def test_no_stream_is_lost_that_is_read_from_the_engine_that_drains(tmp_path: Path) -> None:
     kinds = ("drain_decode", "kill_drained", "kill_taker")
     record = run_here(tmp_path, **LONG_STREAMS, num_faults=6, kinds=kinds, reuse=True)
