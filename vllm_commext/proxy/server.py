@@ -188,7 +188,7 @@ class ProxyApp:
             outcome.status = error.status
             raise
         except (ClientGoneError, asyncio.CancelledError):
-            if not outcome.is_answered:
+            if not outcome.is_answered and outcome.kind == "ok":
                 outcome.set("shutdown" if self._draining else "client_gone", SIDE_PROXY)
             raise
         except Exception:

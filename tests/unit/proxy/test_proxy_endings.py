@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.session.relay import BULK_BYTES
+from vllm_commext.proxy.session.relay import BULK_BYTES, Relay
 from vllm_commext.proxy.session.response import MAX_WHOLE_BYTES
 from vllm_commext.proxy.session.transcript import Transcript
 
@@ -97,6 +97,22 @@ async def test_a_client_that_leaves_in_mid_stream_aborts_the_decode(kit: Any) ->
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
         await cluster.idle()
         assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
+
+
+async def test_a_client_that_leaves_at_the_error_event_hides_no_failure(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_broken, left = Relay.end_broken, asyncio.Event()
+    stays = lambda *given: asyncio.gather(end_broken(*given), left.wait())  # noqa: E731
+    monkeypatch.setattr(Relay, "end_broken", stays)
+    async with kit.cluster() as cluster:
+        cluster.decode[0].behave = kit.streaming(EVENT)
+        async with cluster.post(STREAM) as response:
+            while b"error" not in await response.content.readany():
+                pass
+            response.close()
+        await cluster.idle()
+        assert kit.outcome("bad_answer", "decode") in await cluster.metrics()
 
 
 async def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(kit: Any) -> None:

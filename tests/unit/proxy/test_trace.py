@@ -86,9 +86,7 @@ async def test_whatever_happens_each_request_is_one_tree(kit: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "result"), [(ANSWERED, Resume.RESUMED), (OTHER, Resume.DIFFERS)]
 )
-async def test_a_move_is_in_the_tree_and_the_engine_that_answers_after_it(
-    kit: Any, answer: Any, result: Resume
-) -> None:
+async def test_who_answers_after_a_move_is_told(kit: Any, answer: Any, result: Resume) -> None:
     async with kit.cluster(num_decode=2) as cluster:
         traced = Traced(cluster)
         await drained(cluster, Engines(COMPLETIONS, answer), {}, result)

@@ -126,16 +126,13 @@ class Session:
             *(self._asked.transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
-            failure = await self._send_all(relay, opened)
+            is_whole = await self._send_all(relay, opened)
         finally:
             outcome.is_answered = relay.has_sent_end
             if relay.has_sent_end and self._opened is not None:
                 self._note_end(self._opened)
             await self._stay()
-        if failure is not None:
-            outcome.set(failure.kind, failure.side)
-            logger.warning("request %s broke: %s", outcome.request_id, failure)
-        elif opened.response.status < 400:
+        if is_whole and opened.response.status < 400:
             metrics.request_seconds.labels(outcome.route.decode).observe(outcome.seconds)
         return relay.response
 
@@ -155,23 +152,25 @@ class Session:
             each.labels("expected").observe(expected.per_token)
             each.labels("real").observe(answer.per_token)
 
-    async def _send_all(self, relay: Relay, opened: Opened) -> ProxyError | None:
-        """Send what one engine after the other answers; the failure that ended it, or None."""
+    async def _send_all(self, relay: Relay, opened: Opened) -> bool:
+        """Send what one engine after the other answers; False if a failure ended it."""
         while True:
             self.life.enter(Phase.RELAYING, opened.engine.name)
             self._watch(opened)
             end = await relay.send(opened)
             if isinstance(end, Ended):
-                return None
+                return True
             if isinstance(end, Left):
                 self.life.enter(Phase.MOVING)
                 opened = self._opened = await self._move(relay, opened)
                 continue
             await self._stay()
             resumed = await self._resume(opened, end.failure)
-            if resumed is None:
+            if resumed is None:  # noted first, as a client may leave once it has been told
+                self._outcome.set(end.failure.kind, end.failure.side)
+                logger.warning("request %s broke: %s", self._outcome.request_id, end.failure)
                 await relay.end_broken(opened, end.failure)
-                return end.failure
+                return False
             opened = resumed
 
     async def _resume(self, old: Opened, failure: ProxyError) -> Opened | None:
