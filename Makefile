@@ -13,6 +13,7 @@ OTHER ?= 0.32.0
 LONG_TOKENS ?= 2500
 SHOW ?=
 ATTACK_OUT ?= attack-report
+SOAK_SECONDS ?= 28800
 SEED ?= 1
 CHAOS_REQUESTS ?= 2000
 FAULTS ?= 114
@@ -35,7 +36,7 @@ COMPILED := $(VENV)/commext-compiled-stamp
 BEGAN := $(shell date +%s)
 REPORTS := build/servers.xml build/pure.xml
 
-.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos attack bench fuzz mutants lint docs env digests canary mixed rolling test-matrix stress-shm \
+.PHONY: demo test servers pure checked nightly wheels unit contract cpu long chaos soak attack bench fuzz mutants lint docs env digests canary mixed rolling test-matrix stress-shm \
 	qemu sanitize clean help
 
 help: ## List the targets
@@ -92,6 +93,9 @@ chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=11
 	COMMEXT_TEST_LONG=1 COMMEXT_INTERRUPTS=200 $(PYTEST) tests/chaos -m long
 	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
 		--faults $(FAULTS) --talks --out $(CHAOS_OUT)
+
+soak: env ## Hours at one request a second with a fault every few minutes; samples go on in benchmarks/results/soak.jsonl; SOAK_SECONDS=28800
+	$(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS)
 
 attack: env ## Attacks on the real proxy and on side channels, each judged by what others notice; ATTACK_OUT=attack-report
 	$(BIN)/python -m tests.attack --out $(ATTACK_OUT)

@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import linear_regression, median
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +212,54 @@ def one_request() -> Svg:
     return svg
 
 
+PANELS = ("memory, MiB", "descriptors", "threads", "milliseconds in five minutes")
+SOAK_COLORS = (*COLORS, "#7d4fb5")
+SETTLES = 900.0
+
+
+def growth(points: Sequence[tuple[float, float]]) -> str:
+    """Per hour by least squares without the first `SETTLES` seconds; "" of a short life."""
+    late = [point for point in points if point[0] - points[0][0] >= SETTLES]
+    if not late or late[-1][0] - late[0][0] < SETTLES:
+        return ""
+    return f", {3600 * linear_regression(*zip(*late, strict=True)).slope:+.2f} an hour"
+
+
+def soak() -> Svg:
+    """Memory, descriptors, threads and latency over time; a line for each life of a server, whose
+    longest one gives the median and the growth."""
+    text = (RESULTS / "soak.jsonl").read_text(encoding="utf-8")
+    samples = [json.loads(line) for line in text.splitlines()]
+    last, height, svg = samples[-1], 120, Svg(len(PANELS) * 170 + 24)
+    end, answers = last["seconds"], ", ".join(f"{n:,} {of}" for of, n in last["requests"].items())
+    svg.text(10, 18, f"{end / 3600:.1f} h, {last['faults']} faults; answers: {answers}", bold=True)
+    for place, title in enumerate(PANELS):
+        lives = defaultdict[tuple[str, int, int], list[tuple[float, float]]](list)
+        for one in samples:
+            for name, (start, *held) in one["processes"].items():
+                if place < len(held) and held[0]:
+                    lives[name, one["run"], start].append((one["seconds"], held[place]))
+            for name in ("first_token_ms", "short_ms") if place == len(PANELS) - 1 else ():
+                for of, value in zip(("median", "p99"), one[name], strict=False):
+                    lives[f"{name[:-3]} {of}", one["run"], 0].append((one["seconds"], value))
+        top, most = 50 + 170 * place, max(y for points in lives.values() for _, y in points)
+        names = sorted({name for name, *_ in lives})
+        svg.text(10, top - 8, f"{title}: up to {most:,.0f}")
+        for mark in range(5):
+            svg.line(10 + 120 * mark, top, 10 + 120 * mark, top + height, GRID)
+            svg.text(10 + 120 * mark, top + height + 14, f"{mark * end / 14_400:.1f} h")
+        for (name, *_), points in lives.items():
+            steps = [(10 + 480 * x / end, top + height * (1 - y / most)) for x, y in points]
+            svg.path(steps, SOAK_COLORS[names.index(name)])
+        for row, name in enumerate(names):
+            longest = max((points for (of, *_), points in lives.items() if of == name), key=len)
+            svg.bar(510, top + 20 * row, 12, 12, SOAK_COLORS[row])
+            middle = f": {median(y for _, y in longest):,.0f}"
+            svg.text(528, top + 10 + 20 * row, name + middle + growth(longest) * (place < 3))
+    return svg
+
+
 def files() -> dict[Path, str]:
     """Each picture's file with the text that it should have."""
-    drawn = (added_latency, goodput, kill_and_drain, one_request)
+    drawn = (added_latency, goodput, kill_and_drain, one_request, soak)
     return {IMAGES / f"{draw.__name__}.svg": draw().whole() for draw in drawn}
