@@ -4,6 +4,7 @@ parsers of `vllm-commext`, toggles and connector settings."""
 import functools
 import json
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from vllm_commext.settings import PREFIX, TOGGLES
 
 # Variables of other programs that the documents set.
 FOREIGN = {
-    *("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VLLM_HOST_IP"),
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    *("CUDA_VISIBLE_DEVICES", "OTEL_EXPORTER_OTLP_ENDPOINT", "PYTHONPATH", "VLLM_HOST_IP"),
     *("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"),
     *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
 }
@@ -44,7 +44,7 @@ def assert_targets_and_variables_in_the_makefile(command: Command) -> None:
 
 
 def assert_our_own_parse(command: Command) -> None:
-    words = list(command.words)
+    words = list(takewhile("--".__ne__, command.words))  # the rest is vLLM's
     if words[0] == "vllm-commext":
         main._build_parser(main.COMMANDS).parse_args(words[1:])
 
