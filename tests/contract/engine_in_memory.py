@@ -26,11 +26,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.contract import scheduler_engine
 from tests.contract.scheduler_engine import BLOCK, NUM_BLOCKS, cache_of
-from tests.kit.descriptors import expand_rows
+from tests.kit.descriptors import expand_rows, one_plane
 from vllm_commext.nixl.geometry.layout import (
     STATE,
-    TOKENS,
-    AttentionGeometry,
     CacheLayout,
     Family,
     Geometry,
@@ -109,20 +107,7 @@ def _geometry(group: Group) -> Geometry:
     if group.kind == STATE:
         part = StatePart("ssm", "int64", 0, 1, False, TAG_BYTES)
         return StateGeometry(NUM_BLOCKS, stride, (part,))
-    return AttentionGeometry(
-        num_rows=NUM_BLOCKS,
-        rows_per_block=1,
-        row_stride=stride,
-        row_tokens=BLOCK,
-        num_heads=1,
-        replicated=False,
-        num_planes=1,
-        head_stride=stride,
-        token_stride=TAG_BYTES,
-        token_bytes=TAG_BYTES,
-        content=TOKENS,
-        dtype="int64",
-    )
+    return one_plane(NUM_BLOCKS, stride, BLOCK, 1, stride, TAG_BYTES, dtype="int64")
 
 
 class Engine(scheduler_engine.Engine):

@@ -19,15 +19,13 @@ import msgspec
 import numpy as np
 import torch
 
-from tests.kit.descriptors import expand_rows
+from tests.kit.descriptors import expand_rows, one_plane
 from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
 from vllm_commext.nixl.geometry.layout import (
     FULL,
-    TOKENS,
-    AttentionGeometry,
     CacheLayout,
     Family,
     Group,
@@ -106,19 +104,11 @@ def layout_of(
 ) -> CacheLayout:
     held = NUM_HEADS // tp_size
     layer_bytes = held * BLOCK_TOKENS * token_bytes
-    geometry = AttentionGeometry(
-        num_rows=num_blocks,
-        rows_per_block=1,
-        row_stride=num_layers * layer_bytes,
-        row_tokens=BLOCK_TOKENS,
-        num_heads=NUM_HEADS,
-        replicated=False,
-        num_planes=1,
-        head_stride=token_bytes if by_token else BLOCK_TOKENS * token_bytes,
+    geometry = one_plane(
+        *(num_blocks, num_layers * layer_bytes, BLOCK_TOKENS, NUM_HEADS),
+        token_bytes if by_token else BLOCK_TOKENS * token_bytes,
+        token_bytes,
         token_stride=held * token_bytes if by_token else token_bytes,
-        token_bytes=token_bytes,
-        content=TOKENS,
-        dtype="uint8",
     )
     names = [f"layer{number:03}" for number in range(num_layers)]
     addresses = [address + number * layer_bytes for number in range(num_layers)]

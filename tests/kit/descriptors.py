@@ -1,8 +1,20 @@
-"""Descriptors one by one, for tests that compare single ones."""
+"""Descriptors one by one, for tests that compare single ones, and a plain geometry."""
 
+from typing import Any
+
+import msgspec
 import numpy as np
 
-from vllm_commext.nixl.geometry.layout import UInt64Array
+from vllm_commext.nixl.geometry.layout import TOKENS, AttentionGeometry, UInt64Array
+
+
+def one_plane(
+    blocks: int, stride: int, tokens: int, heads: int, head_stride: int, token: int, **changes: Any
+) -> AttentionGeometry:
+    """Rows of one block each, with *heads* of *tokens* of *token* bytes."""
+    rows, held = (blocks, 1, stride, tokens), (heads, False, 1, head_stride)
+    made = AttentionGeometry(*rows, *held, token, token, content=TOKENS, dtype="uint8")
+    return msgspec.structs.replace(made, **changes)
 
 
 def expand_rows(rows: UInt64Array) -> UInt64Array:

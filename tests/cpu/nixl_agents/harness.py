@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.kit.descriptors import one_plane
 from tests.kit.servers import free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
 from vllm_commext.nixl.geometry.layout import (
     FULL,
-    TOKENS,
     AttentionGeometry,
     CacheLayout,
     Family,
@@ -196,7 +196,10 @@ class Engine(Worker):
         stride_bytes = stride_bytes or block_bytes + GAP_BYTES
         memory = memory_of(seed, num_layers, num_blocks, stride_bytes)
         names = [f"layer{number}" for number in range(num_layers)]
-        geometry = _geometry(num_blocks, num_heads, block_bytes // num_held, stride_bytes)
+        head = block_bytes // num_held
+        geometry = one_plane(
+            num_blocks, stride_bytes, BLOCK_SIZE, num_heads, head, head // BLOCK_SIZE
+        )
         config = config_of(self.port, **settings)
         super().__init__(
             engine_id,
@@ -276,26 +279,6 @@ def config_of(port: int, **settings: Any) -> ConnectorConfig:
     defaults = {"backend_params": {"num_threads": "1"}, "handshake_timeout": PATIENCE_SECONDS}
     places = {"side_channel_host": HOST, "side_channel_port": port}
     return ConnectorConfig(**places, **{**defaults, **settings})
-
-
-def _geometry(
-    num_blocks: int, num_heads: int, head_bytes: int, stride_bytes: int
-) -> AttentionGeometry:
-    token_bytes = head_bytes // BLOCK_SIZE
-    return AttentionGeometry(
-        num_rows=num_blocks,
-        rows_per_block=1,
-        row_stride=stride_bytes,
-        row_tokens=BLOCK_SIZE,
-        num_heads=num_heads,
-        replicated=False,
-        num_planes=1,
-        head_stride=head_bytes,
-        token_stride=token_bytes,
-        token_bytes=token_bytes,
-        content=TOKENS,
-        dtype="uint8",
-    )
 
 
 def load_of(

@@ -1,4 +1,4 @@
-"""Every kernel of all-reduces and norms compiles for every architecture, without a GPU."""
+"""Every kernel compiles for every architecture, without a GPU."""
 
 from itertools import product
 
@@ -10,6 +10,7 @@ from vllm_commext.allreduce.fused.layout import Form, warps
 from vllm_commext.allreduce.push import PushLayout
 from vllm_commext.gpu.ipc import PEER_CHECK
 from vllm_commext.gpu.launch import ELEMENT_CODES, Program
+from vllm_commext.nixl.transport import gather
 from vllm_commext.reduce_rms import kernel
 from vllm_commext.reduce_rms.kernel import PROGRAM, Shape
 
@@ -28,6 +29,7 @@ CASES = {
     for number, (name, macros) in enumerate(
         [
             (PEER_CHECK, {"WORLD_SIZE": 8, "RANK": 3}),
+            (gather.NAME, gather.macros()),
             *((layout.kernel, layout.macros(code, rank=1)) for layout, code in PUSHES),
             *(
                 (name, Form(name, warps(shape)).macros(shape, world_size=4, rank=1))
