@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.policy.speed import MOST_BINNED, LeastSquares, Lengths, bins
+from vllm_commext.proxy.policy.speed import MOST_BINNED, LeastSquares, Lengths
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:
@@ -43,18 +43,15 @@ within = st.integers(1, MOST_BINNED - 1)
     st.lists(st.integers(1, 2 * MOST_BINNED), min_size=1, max_size=30),
     st.lists(st.tuples(within, within), min_size=1, max_size=9),
 )
-def test_shares_are_those_of_all_longer_answers(
+def test_shares_are_as_if_nothing_had_been_asked_between_the_answers(
     answers: list[int], asked: list[tuple[int, int]]
 ) -> None:
-    """Each added up anew; asked for between the answers, too."""
-    lengths = Lengths()
+    lengths, fresh, shares = Lengths(), Lengths(), list[float]()
     for tokens in answers:
+        fresh.add(tokens)
         lengths.add(tokens)
-        counts = lengths._counts
-        for had, needed in map(sorted, asked):
-            among, more = (sum(counts[idx:]) - counts[idx] / 2 for idx in (bins[had], bins[needed]))
-            expected = 1.0 - more / among if needed > had and among > 0.0 else 0.0
-            assert lengths.ended(needed, had) == pytest.approx(expected)
+        shares = [lengths.ended(needed, had) for had, needed in asked]
+    assert shares == pytest.approx([fresh.ended(needed, had) for had, needed in asked])
 
 
 def test_an_answer_may_be_a_third_longer_or_shorter_though_all_were_alike() -> None:

@@ -145,7 +145,7 @@ class Chooser:
         def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Way | None:
             targets, sources = candidates(among(decode)), ()
             if may_hand_over:
-                is_same = prefill.engines == decode.engines
+                is_same = decode.are_both and prefill.are_both
                 sources = targets if is_same else candidates(among(prefill))
             return self._planner.place(now, max(tokens, 1), sources, targets)
 

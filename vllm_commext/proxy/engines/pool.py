@@ -369,7 +369,7 @@ class EnginePool:
         self._speeds = speeds or Speeds()
         self.engines: tuple[Engine, ...] = ()
         self.members: frozenset[Engine] = frozenset()
-        self.has_both = False
+        self.has_both = self.are_both = False
         self._next_idx = 0
 
     def add(self, url: str, role: str = "") -> Engine:
@@ -393,6 +393,7 @@ class EnginePool:
     def _set(self, engines: tuple[Engine, ...]) -> None:
         self.engines, self.members = engines, frozenset(engines)
         self.has_both = any(one.role == BOTH for one in engines)
+        self.are_both = all(one.role == BOTH for one in engines)
 
     @property
     def num_healthy(self) -> int:

@@ -223,7 +223,7 @@ class Recent:
 
     def look(self, now: float, has_work: bool, has_prompts: bool) -> None:
         """Bring the share up to now, before something changes."""
-        past, self._until = now - self._until, max(now, self._until)
+        past, self._until = now - self._until, now if now > self._until else self._until
         if past > 0.0 and has_work:
             new = -math.expm1(-past / RECENT_SECONDS)
             self._known += new * (1.0 - self._known)
@@ -239,28 +239,21 @@ class Recent:
 
 class Cache:
     """An engine's KV cache in tokens, as its metrics page has it. size: 0 if unknown; unread: of
-    prompts that wait for a reader."""
+    prompts that wait for a reader; others: used beyond what is known here."""
 
     def __init__(self) -> None:
         self.unread = 0
-        self.size = self._num_steps = self._others = 0.0
+        self.size = self.others = self._num_steps = 0.0
 
     def note(self, size: float, used: float, num_steps: float, surely: float, more: float) -> None:
         """Others' requests make the use more than is known here, shared beginnings less; which of
         those to come it counts is unknown. After the same number of steps the value is stale."""
         self.size = size
         if num_steps == self._num_steps:
-            self._others = min(0.0, self._others)
+            self.others = min(0.0, self.others)
             return
         self._num_steps = num_steps
-        self._others = max(0.0, used - surely - more) + min(0.0, used - surely)
-
-    def lacking(self, known: float, more: float) -> tuple[float, float, float]:
-        """Tokens that *more* want room for, those that leave some day, and those in use."""
-        if not self.size:
-            return 0.0, 0.0, 0.0
-        used = self._others + known
-        return used + more - self.size, min(used, self.size), used
+        self.others = max(0.0, used - surely - more) + min(0.0, used - surely)
 
 
 PATIENCE = 4.0
@@ -418,8 +411,8 @@ class EngineLoad:
         self.look(now)
 
     def look(self, now: float) -> None:
-        has_prompts = bool(self.prompts.jobs)
-        self.recent.look(now, has_prompts or bool(self.answers), has_prompts)
+        has_prompts = len(self.prompts.jobs) > 0
+        self.recent.look(now, has_prompts or len(self.answers) > 0, has_prompts)
 
     def learn_second_token(self, gap: float) -> None:
         """Learn from the gap between a first token of another engine's and the second."""
@@ -450,12 +443,13 @@ class EngineLoad:
     def room_seconds(self, tokens: float, pace: float) -> float:
         """Seconds until *tokens* more fit its KV cache: answers leave it when they end, at *pace*
         seconds a token, and prompts for other engines when they are read."""
-        length, unread = self.shared.lengths.mean, self.cache.unread
-        known = self.answers.context + self.answers.coming + unread
-        more = tokens + len(self.answers) * length / 2.0
-        lacking, there, used = self.cache.lacking(known, more)
+        cache, answers, length = self.cache, self.answers, self.shared.lengths.mean
+        if not cache.size:
+            return 0.0
+        used = cache.others + answers.context + answers.coming + cache.unread
+        lacking = used + tokens + len(answers) * length / 2.0 - cache.size
         if lacking <= 0.0 or used <= 0.0:
             return 0.0
-        unread = min(unread, used)
+        unread = min(cache.unread, used)
         stays = (used - unread) * length * pace + unread * self.shared.second_token.value
-        return lacking / there * stays / used
+        return lacking / min(used, cache.size) * stays / used

@@ -8,13 +8,13 @@ expected to miss a limit by it, itself included; among equals, where it takes th
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Planned
-from vllm_commext.proxy.policy.speed import Speeds
+from vllm_commext.proxy.policy.load import EngineLoad, Planned
+from vllm_commext.proxy.policy.speed import MOST_BINNED, Lengths, Speeds, places
 
 MAX_SEEN = 80
 """Answers looked at for a request; they stand for the others."""
@@ -64,39 +64,42 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 class _Costs:
     """Expected seconds at one engine: backlog, prefill, step, a step with one answer more (slower),
     the same with recent prompts (pace), for a whole answer (seconds), and until there is room for
-    the prompt and for the answer. busy: until a new answer may begin. handed: share in time of
-    answers that are handed over. late: answers made late, by cause; already: share late even so."""
-
-    __slots__ = (
-        *("already", "backlog", "busy", "candidate", "handed", "late", "num_answers"),
-        *("num_put_off", "pace", "prefill", "prompt_room", "room", "seconds", "slower", "step"),
-    )
+    the prompt and for the answer. busy: until a new answer may begin. late: answers made late, by
+    cause. prompt, answer: what each step costs there, in missed limits; crowd: what the answer does
+    by its steps."""
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
         load = candidate.load
         load.look(now)
         speed, length, held = load.speed, load.shared.lengths.mean, candidate.held_tokens
-        if held >= tokens:
-            held = tokens - 1
+        held = held if held < tokens else tokens - 1
         self.candidate = candidate
         self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
-        self.num_answers, context = len(load.answers), load.answers.context + load.answers.coming
+        answers = load.answers
+        self.num_answers, context = len(answers), answers.context + answers.coming
         num_planned, more = load.to_come(now) if load.planned else (0, 0)
         num, context = self.num_answers + num_planned, context + more
         self.step = speed.step_seconds(num, context)
-        self.slower = slower = speed.step_seconds(num + 1.0, context + tokens)
+        self.slower = slower = speed.step_seconds(num + 1, context + tokens)
         self.pace = pace = load.recent.pace(slower)
         self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
         self.room = room = load.room_seconds(tokens + length, pace)
         self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
         self.busy = self.backlog if self.backlog > room else room
-        self.seconds, self.handed = pace * length, 1.0
+        self.seconds = pace * length
+        self.crowd, tpot = 0.0, load.shared.limits.tpot
+        if slower >= tpot > 0.0:  # all are late for as long as there is one too many
+            self.crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
+        delay = OTHERS_DELAY * seconds * self.num_answers
+        self.prompt = self.num_put_off + 1.0 + DELAY_WEIGHT * delay
+        # A second without room counts as a missed limit.
+        self.answer = self.crowd + room + DELAY_WEIGHT * self.seconds
         self.late: dict[int, float] = {}
-        self.already: dict[Answer, float] = {}
 
 
 _Option = tuple[float, int, _Costs, _Costs, float, float, float]
-"""Total cost, idx, engines of both steps, misses, seconds to the first token, seconds after it."""
+"""Total cost, idx, engines of both steps, share in time, seconds to the first token, and the time
+that the second one takes longer."""
 
 
 class Planner:
@@ -117,8 +120,7 @@ class Planner:
         costs = {one.load: _Costs(one, tokens, now) for one in decode}
         costs |= {one.load: _Costs(one, tokens, now) for one in prefill if one.load not in costs}
         targets = [costs[one.load] for one in decode]
-        hands_over = self.shared.limits.tpot > 0.0
-        sources = [costs[one.load] for one in prefill] if hands_over else ()
+        sources = [costs[one.load] for one in prefill] if self.shared.limits.tpot else []
         seen = max(2, MAX_SEEN // len(costs))
         options = self._options(sources, targets)
         options.sort()
@@ -128,24 +130,24 @@ class Planner:
             if cost > least:
                 break  # even if it makes no other answer late
             most = least - cost  # less than for those before, so what stopped there is enough
-            if source is at:
-                others = self._late(at, BY_BOTH, now, seen, most)
-            else:
-                if (others := self._late(source, BY_PROMPT, now, seen, most)) <= most:
-                    others += self._late(at, BY_ANSWER, now, seen, most)
+            others = self._late(source, BY_BOTH if source is at else BY_PROMPT, now, seen, most)
+            if source is not at and others <= most:
+                others += self._late(at, BY_ANSWER, now, seen, most)
             others = others if others > 0.0 else 0.0
             cost += others
             if cost < least or (cost == least and idx < best[1]):
                 best, least, misses = option, cost, others
-        _, _, source, at, own, first, seconds = best
+        _, _, source, at, in_time, first, late = best
         length, limits = max(self.shared.lengths.mean, 1.0), self.shared.limits
         is_late, is_local = 0.0 < limits.first < first, source is at
-        per_token, tpot = seconds / length, limits.tpot
+        misses += source.num_put_off + 1.0 - in_time + at.crowd
+        per_token, tpot = (at.seconds + late) / length, limits.tpot
         is_slow = 0.0 < tpot * GIVEN_UP < per_token and at.slower > tpot * LONG_STEP
-        turned = ((one[5], one[6] / length) for one in options if (one[2] is one[3]) != is_local)
+        turned = (one for one in options if (one[2] is one[3]) != is_local)
+        other = next(((one[5], (one[3].seconds + one[6]) / length) for one in turned), None)
         return Way(
-            *(source.candidate, at.candidate, first, per_token, own + misses),
-            *(is_late, is_late or is_slow, next(turned, None)),
+            *(source.candidate, at.candidate, first, per_token, misses),
+            *(is_late, is_late or is_slow, other),
         )
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
@@ -157,40 +159,38 @@ class Planner:
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on other answers."""
-        tpot, handover = self.shared.limits.tpot, self.shared.handover.value
+        shared = self.shared
+        handover, second = shared.handover.value, shared.second_token.value
+        limit = shared.limits.first or math.inf
         options: list[_Option] = []
-
-        def add(source: _Costs, at: _Costs, first: float, late: float, wait: float) -> None:
-            in_time = (
-                (at.handed if late == second else self._share_in_time(at, late)) if tpot else 1.0
-            )
-            misses = source.num_put_off + 1.0 - (in_time if first <= limit else 0.0)
-            if tpot and at.slower >= tpot:  # all are late for as long as there is one too many
-                misses += max(0.0, (GIVEN_UP - at.slower / tpot) / (GIVEN_UP - 1.0))
-            seconds = at.seconds + late
-            delay = first + seconds + OTHERS_DELAY * source.prefill * source.num_answers
-            cost = misses + wait + DELAY_WEIGHT * delay  # a second without room: a missed limit
-            options.append((cost, len(options), source, at, misses, first, seconds))
-
-        second, limit = self.shared.second_token.value, self.shared.limits.first or math.inf
         for at in targets:
-            at.handed = self._share_in_time(at, second) if tpot else 1.0
-            add(at, at, at.busy + at.prefill, 0.0, at.room)
+            first = at.busy + at.prefill
+            in_time = self._share_in_time(at, 0.0) if first <= limit else 0.0
+            cost = at.prompt + at.answer + DELAY_WEIGHT * first - in_time
+            options.append((cost, len(options), at, at, in_time, first, 0.0))
+        handed = [(at, self._share_in_time(at, second)) for at in targets] if sources else []
         for one in sources:
-            room = one.prompt_room
-            first = (one.backlog if one.backlog > room else room) + one.prefill + handover
-            for at in targets:
+            backlog, room = one.backlog, one.prompt_room
+            first = (backlog if backlog > room else room) + one.prefill + handover
+            base, is_late = one.prompt + room + DELAY_WEIGHT * first, first > limit
+            for at, in_time in handed:
                 if at is not one:
-                    late = second + at.busy - first if at.busy > first else second
-                    add(one, at, first, late, at.room + room)
+                    late = second
+                    if at.busy > first:
+                        late += at.busy - first
+                        in_time = self._share_in_time(at, late)
+                    if is_late:
+                        in_time = 0.0
+                    cost = base + at.answer + DELAY_WEIGHT * late - in_time
+                    options.append((cost, len(options), one, at, in_time, first, late))
         return options
 
     def _share_in_time(self, at: _Costs, late: float) -> float:
         """Share of answers in time of those whose second token comes *late* seconds later."""
-        room = self.shared.limits.tpot - at.pace
+        room = (self.shared.limits.tpot or math.inf) - at.pace
         if room <= 0.0:
             return 0.0
-        return 1.0 - self.shared.lengths.ended((late + room) / room, 1) if late else 1.0
+        return 1.0 - self.shared.lengths.ended(1.0 + late / room, 1) if late else 1.0
 
     def _late(
         self, at: _Costs, by: int, now: float, max_seen: int, most: float = math.inf
@@ -199,37 +199,38 @@ class Planner:
         above *most*."""
         if by in at.late:
             return at.late[by]
-        load, limit, ended = at.candidate.load, self.shared.limits.tpot, self.shared.lengths.ended
-        step, new_step = at.step, at.slower if by & BY_ANSWER else at.step
-        backlog, new_backlog = at.backlog, at.backlog + (at.prefill if by & BY_PROMPT else 0.0)
-        left, new_left = limit - step, limit - new_step
-        found, stride, known = 0.0, -(-at.num_answers // max_seen) or 1, at.already
-        for answer in islice(load.answers, 0, None, stride):
-            wait, had, spent = answer.first_at - now, answer.tokens or 1, limit
-            before, after = backlog, new_backlog
-            if wait > 0.0:
-                before = before - wait if before > wait else 0.0
-                after = after - wait if after > wait else 0.0
-            elif answer.has_begun:
-                spent -= wait
-            if new_left > 0.0 and spent + after <= had * limit:
+        lengths, limit, backlog = self.shared.lengths, self.shared.limits.tpot, at.backlog
+        answers, longer, place_of = at.candidate.load.answers, lengths.longer, places
+        more = at.prefill if by & BY_PROMPT else 0.0
+        left = limit - at.step or 1e-12
+        new_left = limit - at.slower or 1e-12 if by & BY_ANSWER else left
+        stride = -(-at.num_answers // max_seen) or 1
+        found, most, base = 0.0, most / stride, now + backlog + limit
+        for answer in islice(answers, 0, None, stride) if stride > 1 else answers:
+            if had := answer.tokens:
+                behind = base - answer.first_at - limit * had
+                new_behind = behind + more
+            else:
+                had, until = 1, max(0.0, answer.first_at - now)
+                behind = max(0.0, backlog - until)
+                new_behind = max(0.0, backlog + more - until)
+            if new_left < 0.0:
+                found += _share_late(lengths, new_behind, new_left, had)
+                found -= _share_late(lengths, behind, left, had)
+            elif new_behind <= 0.0:
                 continue  # in time even so
-            if (already := known.get(answer)) is None:
-                already = _share_late(ended, spent - had * step + before, left, had)
-                known[answer] = already
-            if already < 1.0:
-                used = spent - had * new_step + after
-                found += _share_late(ended, used, new_left, had) - already
-            if found * stride > most:
+            elif (needed := had + behind / left if behind > 0.0 else had) < MOST_BINNED:
+                new = had + new_behind / new_left
+                late = longer[place_of[int(new)]] if new < MOST_BINNED else 0.0
+                if late < (among := longer[place_of[had]]):
+                    found += (longer[place_of[int(needed)]] - late) / among
+            if found > most:
                 break
         at.late[by] = found = found * stride
         return found
 
 
-def _share_late(ended: Callable[[float, int], float], used: float, left: float, had: int) -> float:
-    """Share of answers that end late, with *used* seconds to make up at *left* a token."""
-    if left > 0.0:
-        return ended(used / left, had)
-    if used >= 0.0:
-        return float(used > 0.0 or left < 0.0)
-    return 1.0 - ended(used / left, had) if left else 0.0
+def _share_late(lengths: Lengths, behind: float, left: float, had: int) -> float:
+    """Share late of answers that are *behind* by so much and have *left* of each token's limit."""
+    ended = lengths.ended(had + behind / left, had)
+    return ended if left > 0.0 else 1.0 - ended

@@ -76,8 +76,8 @@ _MOST_WEIGHT = 1e100
 _GROWTH = math.log(1.12)
 MOST_BINNED = 1 << 15
 _NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
-bins = [0] + [int(math.log(count) / _GROWTH) for count in range(1, MOST_BINNED)]
-"""Of each length of an answer, the idx of its share among those that are longer."""
+places = [_NUM_BINS - int(math.log(count or 1) / _GROWTH) for count in range(MOST_BINNED)]
+"""Of each length of an answer, how many sums there are of answers that are longer."""
 _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
 """Weights of the neighbouring bins: a length may be a third more or less."""
 UNKNOWN_LENGTHS = 32, 64, 128, 256, 512
@@ -94,14 +94,13 @@ class Lengths:
         self._is_known = False
 
     def _forget(self) -> None:
-        self._counts = [0.0] * _NUM_BINS
+        self._counts = [0.0] * (_NUM_BINS + 1)
+        """Longest first, half of each in the next: of those as long as one half are longer."""
         self._weight = 1.0
         """Of the latest answer. It grows instead of decaying older samples."""
         self._num_samples = 0.0
-        self._sum = 0.0
         self._sums = [0.0]
-        """Answers in a bin or in longer ones, the last bin's behind a zero, the first one's at the
-        end; as far as they are worked out."""
+        """Of the first counts, as far as they are worked out."""
         self.mean = 0.0
 
     def add(self, tokens: int) -> None:
@@ -112,18 +111,26 @@ class Lengths:
 
     def _learn(self, tokens: int) -> None:
         self._weight /= _LENGTH_FORGETTING
-        middle = bins[min(tokens, MOST_BINNED - 1)]
-        del self._sums[_NUM_BINS - min(middle + max(_SPREAD), _NUM_BINS - 1) :]
+        middle = places[min(tokens, MOST_BINNED - 1)] - 1
+        del self._sums[max(middle + min(_SPREAD), 0) + 1 :]
         for offset, share in _SPREAD.items():
-            self._counts[min(max(middle + offset, 0), _NUM_BINS - 1)] += share * self._weight
+            place = min(max(middle + offset, 0), _NUM_BINS - 1)
+            self._counts[place] += share * self._weight / 2.0
+            self._counts[place + 1] += share * self._weight / 2.0
         self._num_samples += self._weight
-        self._sum += self._weight * tokens
+        self.mean += (tokens - self.mean) * self._weight / self._num_samples
         if self._weight > _MOST_WEIGHT:
             self._counts, self._sums = [count / self._weight for count in self._counts], [0.0]
             self._num_samples /= self._weight
-            self._sum /= self._weight
             self._weight = 1.0
-        self.mean = self._sum / self._num_samples
+
+    @property
+    def longer(self) -> list[float]:
+        """By a length's place, how many of the recent answers are longer."""
+        sums = self._sums
+        if (num := len(sums)) <= _NUM_BINS:
+            sums += accumulate(self._counts[num - 1 : _NUM_BINS], initial=sums.pop())
+        return sums
 
     def ended(self, needed: float, had: int) -> float:
         """Share of answers of *had* tokens so far that end before *needed*."""
@@ -131,13 +138,9 @@ class Lengths:
             return 0.0
         if needed >= MOST_BINNED:
             return 1.0
-        counts, sums = self._counts, self._sums
-        if (left := _NUM_BINS + 1 - len(sums)) > 0:
-            sums += accumulate(reversed(counts[:left]), initial=sums.pop())
-        idx = bins[had]
-        among = sums[_NUM_BINS - idx] - counts[idx] / 2.0
-        idx = bins[int(needed)]
-        return 1.0 - (sums[_NUM_BINS - idx] - counts[idx] / 2.0) / among if among > 0.0 else 0.0
+        longer = self.longer
+        among = longer[places[had]]
+        return 1.0 - longer[places[int(needed)]] / among if among > 0.0 else 0.0
 
 
 class Speeds:

@@ -167,7 +167,7 @@ class EngineView:
         if load.speed.knows_steps:
             step = load.speed.step_seconds(max(answers.num_begun, 1), context)
         took = load.speed.prefill_seconds(PROMPT_TOKENS, 0, False) if load.speed.is_known else 0.0
-        used = cache.lacking(context + answers.coming + cache.unread, 0.0)[2]
+        used = cache.others + context + answers.coming + cache.unread
         return {
             **{"name": engine.name, "role": engine.role, "url": engine.url, "state": self.state},
             **{"since": now - self.since, "in_flight": engine.in_flight},
