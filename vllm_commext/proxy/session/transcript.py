@@ -182,25 +182,145 @@ class Replay:
             raise DiffersError
 
 
+class _Told:
+    """What a client has been told. pieces: tokens of each event. end: the reason for the end.
+    num_bytes: of all that is kept."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.end: str | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.ids, self.pieces = array("i"), array("i")
+        self.texts: dict[str, bytearray] = {}
+
+    def copy(self) -> "_Told":
+        """A copy that says nothing of events."""
+        copy = _Told(0)
+        copy.ids, copy.end = self.ids[:], self.end
+        copy.texts = {name: text[:] for name, text in self.texts.items()}
+        return copy
+
+    def take(self, choice: _Choice, pieces: Iterable[int]) -> bool:
+        """Keep a part of an answer that came in *pieces*; False if it is not known, or has no
+        ids."""
+        ids, delta = choice.token_ids, choice.delta
+        try:
+            if ids is None:
+                return delta is not None and "role" in delta and not edited(delta, _same)
+            if delta is None:
+                self._take_text("text", choice.text)
+            else:
+                edited(delta, self._take_text)
+                self.pieces.extend(filter(None, pieces))
+            self.ids.extend(ids)
+        except UNKNOWN:
+            return False
+        self.end = choice.finish_reason or self.end
+        self.num_bytes += 8 * len(ids)
+        return True
+
+    def _take_text(self, name: str, text: str) -> str:
+        raw = text.encode()
+        try:
+            self.texts[name] += raw
+        except KeyError:
+            self.texts[name] = bytearray(raw)
+        self.num_bytes += len(raw)
+        return text
+
+    def other_pieces(self) -> list[int]:
+        """Numbers of tokens that go through the next engine's parsers at a time, empty for one by
+        one: as in the client's events, as vLLM's parsers may answer otherwise to others."""
+        if not self.pieces:
+            return [len(self.ids)]  # of a completion, which has no parser
+        return self.pieces.tolist() if max(self.pieces) > 1 else []
+
+
+class _Unread:
+    """Ordinary events that were passed on unread, which is cheap. field: of their text; "" where
+    the next event is read."""
+
+    def __init__(self) -> None:
+        self.field = ""
+        self._ids, self._text = bytearray(), bytearray()
+
+    def __len__(self) -> int:
+        return len(self._ids) + len(self._text)
+
+    def pass_on(self, event: bytes, hides_ids: bool) -> bytes | None:
+        """Note an ordinary event and return it for the client; None for another one."""
+        opening, closing = _PLAIN[self.field]
+        begin = event.find(opening)
+        end = event.find(closing, begin)
+        first = event.find(_IDS, end) + len(_IDS)
+        last = event.find(b"]", first)
+        if not len(_IDS) <= first < last or begin < 0 or end < 0:
+            return None
+        text = event[begin + len(opening) : end]
+        if b'":' in text:  # perhaps another field
+            return None
+        self._text += text
+        self._ids += event[first - 1 : last]
+        self._ids += b"],"
+        return event[: first - 1] + b"null" + event[last + 1 :] if hides_ids else event
+
+    def read(self) -> tuple[_Choice, list[int]]:
+        """What these events say, and the tokens of each. Raises `ValueError`."""
+        text = b'{"text":"%b","pieces":[%b]}' % (self._text, self._ids[:-1])
+        passed = _PASSED.decode(text)
+        choice = _Choice(token_ids=[token for piece in passed.pieces for token in piece])
+        if self.field == "text":
+            choice.text = passed.text
+        else:
+            choice.delta = {self.field: passed.text}
+        return choice, [*map(len, passed.pieces)]
+
+    def clear(self) -> None:
+        self._ids.clear()
+        self._text.clear()
+
+
+class _Origin:
+    """The first engine's event, whose id and time all have. num_resumed: times that the stream has
+    gone on at another engine."""
+
+    def __init__(self, first: _Event | None = None) -> None:
+        self.first = first
+        self.num_resumed = 0
+        self.renames: tuple[tuple[bytes, bytes], ...] | None = ()
+
+    def go_on(self) -> None:
+        self.num_resumed, self.renames = self.num_resumed + 1, None
+
+    def renamed(self, event: bytes, told: _Event) -> bytes:
+        if self.renames is None:
+            first = self.first or told
+            names = (b'"id":%s', dumps(told.id), dumps(first.id))
+            times = (b'"created":%s', dumps(told.created), dumps(first.created))
+            every = [(form % new, form % old) for form, new, old in (names, times)]
+            self.renames = tuple(one for one in every if one[0] != one[1])
+        for new, old in self.renames:
+            event = event.replace(new, old, 1)
+        return event
+
+    def ended(self, event: bytes) -> bytes:
+        """The last event, with `_NOTE`."""
+        is_object = self.num_resumed and event.endswith(b"}" + _END)
+        return event[:-3] + _NOTE % self.num_resumed + _END if is_object else event
+
+
 class Transcript:
     """Tokens and text that a client has. refusal: why its stream is not resumed. hides_ids: it has
     not asked for ids. edit: for an answer's beginning. held: the event by which its engine gave up,
     b"" where that answers otherwise, None while it has not failed."""
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
-        self._room = room
-        self._num_bytes = num_bytes
-        self.hides_ids = not body.get("return_token_ids")
+        self._room, self.hides_ids = room, not body.get("return_token_ids")
         self.edit = without_prompt if self.hides_ids else None
-        self._ids, self._pieces = array("i"), array("i")
-        self._texts: dict[str, bytearray] = {}
-        self._end: str | None = None
-        self._num_resumed = 0
+        self._told, self._unread, self._origin = _Told(num_bytes), _Unread(), _Origin()
         self._replay: Replay | None = None
-        self._first: _Event | None = None
-        self._field = ""
-        self._raw_ids, self._raw_text = bytearray(), bytearray()
-        self._renames: tuple[tuple[bytes, bytes], ...] | None = ()
         self.held: bytes | None = None
         self.refusal: Resume | None = None
         self.body: Mapping[str, Any] = {}
@@ -208,7 +328,7 @@ class Transcript:
 
     def keep(self, body: Mapping[str, Any], num_bytes: int) -> None:
         """Keep the request, too, which is sent again if the stream goes on elsewhere."""
-        self._num_bytes += num_bytes
+        self._told.num_bytes += num_bytes
         if self.refusal is None:
             self.body = body
             self._take_room()
@@ -221,25 +341,18 @@ class Transcript:
         """Body for a decode engine, which tells token ids and goes on after those kept."""
         self.settle()
         asked = {**body, "return_token_ids": True}
-        if self._ids:
+        if self._told.ids:
             params = body.get("kv_transfer_params") or {}
-            asked["kv_transfer_params"] = {**params, ANSWER: self._ids.tolist()}
-            if pieces := self._other_pieces():
+            asked["kv_transfer_params"] = {**params, ANSWER: self._told.ids.tolist()}
+            if pieces := self._told.other_pieces():
                 asked["kv_transfer_params"][PIECES] = pieces
         return asked
 
-    def _other_pieces(self) -> list[int]:
-        """Numbers of tokens that go through the next engine's parsers at a time, empty for one by
-        one: as in the client's events, as vLLM's parsers may answer otherwise to others."""
-        if not self._pieces:
-            return [len(self._ids)]  # of a completion, which has no parser
-        return self._pieces.tolist() if max(self._pieces) > 1 else []
-
     def begin_again(self) -> None:
         self.settle()
-        self.held, self._num_resumed = None, self._num_resumed + 1
-        self._replay, self._renames = Replay(self._ids, self._texts), None
-        self._field = ""
+        self.held, self._replay = None, Replay(self._told.ids, self._told.texts)
+        self._origin.go_on()
+        self._unread.field = ""
 
     @property
     def has_failed(self) -> bool:
@@ -247,15 +360,15 @@ class Transcript:
 
     @property
     def has_finished(self) -> bool:
-        return self._end is not None
+        return self._told.end is not None
 
     @property
     def num_tokens(self) -> int:
-        return len(self._ids)
+        return len(self._told.ids)
 
     @property
     def place(self) -> int:
-        return len(self._ids) - (self._replay.num_left if self._replay is not None else 0)
+        return self.num_tokens - (self._replay.num_left if self._replay is not None else 0)
 
     @property
     def is_behind(self) -> bool:
@@ -265,41 +378,27 @@ class Transcript:
     def trial(self) -> "Transcript":
         """A copy to try another engine's events on."""
         copy = Transcript(Room(_TRIAL_BYTES), {"return_token_ids": not self.hides_ids}, 0)
-        copy._ids, copy._first, copy._end = self._ids[:], self._first, self._end
-        copy._texts = {name: text[:] for name, text in self._texts.items()}
+        copy._told, copy._origin = self._told.copy(), _Origin(self._origin.first)
         copy.begin_again()
         return copy
 
     def settle(self) -> Resume | None:
         """Take in what was passed unread; why the stream is not resumed, or None."""
-        if self._raw_ids and self.refusal is None:
+        if len(self._unread) and self.refusal is None:
             try:
-                passed = _PASSED.decode(
-                    b'{"text":"%b","pieces":[%b]}' % (self._raw_text, self._raw_ids[:-1])
-                )
-                is_noted = self._has_noted(self._choice_of(passed), map(len, passed.pieces))
+                is_noted = self._has_noted(*self._unread.read())
             except ValueError:
                 is_noted = False
             if not is_noted:
                 self._leave(Resume.NOT_TOLD, b"")
-        self._raw_ids.clear()
-        self._raw_text.clear()
+        self._unread.clear()
         return self.refusal
-
-    def _choice_of(self, passed: _Passed) -> _Choice:
-        choice = _Choice(token_ids=[token for piece in passed.pieces for token in piece])
-        if self._field == "text":
-            choice.text = passed.text
-        else:
-            choice.delta = {self._field: passed.text}
-        return choice
 
     def close(self) -> None:
         self._room.give_back(self)
         self.body = {}
-        self._ids, self._pieces = array("i"), array("i")
-        self._texts, self._replay = {}, None
-        self._field = ""
+        self._told.clear()
+        self._replay, self._unread.field = None, ""
 
     def pass_on(self, events: bytes) -> bytes:
         if self.refusal is not None and self.held is None and _IDS not in events:
@@ -313,30 +412,14 @@ class Transcript:
             return b""
         if len(event) > MAX_EVENT_BYTES and self.refusal is None and _is_large(event):
             return self._shown(event) if self.settle() else self._leave(Resume.NOT_TOLD, event)
-        if self._field and (passed := self._pass_plain(event)) is not None:
+        unread = self._unread
+        if unread.field and (passed := unread.pass_on(event, self.hides_ids)) is not None:
+            if len(unread) > _MAX_RAW_BYTES:
+                self.settle()
             return passed
         if self.settle() is None:
             return self._take(event)
         return self._shown(event)
-
-    def _pass_plain(self, event: bytes) -> bytes | None:
-        """Pass on an ordinary event unread, which is cheap; None for another one."""
-        opening, closing = _PLAIN[self._field]
-        begin = event.find(opening)
-        end = event.find(closing, begin)
-        first = event.find(_IDS, end) + len(_IDS)
-        last = event.find(b"]", first)
-        if not len(_IDS) <= first < last or begin < 0 or end < 0:
-            return None
-        text = event[begin + len(opening) : end]
-        if b'":' in text:  # perhaps another field
-            return None
-        self._raw_text += text
-        self._raw_ids += event[first - 1 : last]
-        self._raw_ids += b"],"
-        if len(self._raw_ids) + len(self._raw_text) > _MAX_RAW_BYTES:
-            self.settle()
-        return event[: first - 1] + b"null" + event[last + 1 :] if self.hides_ids else event
 
     def _take(self, event: bytes) -> bytes:
         if event.startswith(b":") or (event.startswith(DONE) and self._replay is None):
@@ -351,22 +434,22 @@ class Transcript:
             return b""
         if told.choices is None:
             return self._leave(Resume.NOT_TOLD, event)
-        if self._renames != ():
-            event = self._renamed(event, told)
+        if self._origin.renames != ():
+            event = self._origin.renamed(event, told)
         if self._replay is not None:
             return self._spliced(event, choice, self._replay)
         if choice is None:
             return event
-        if self._first is None:
-            self._first = told
+        if self._origin.first is None:
+            self._origin.first = told
         pieces = (len(choice.token_ids or ()),)
         if len(told.choices) > 1 or not self._has_noted(choice, pieces):
             return self._leave(Resume.NOT_TOLD, event)
-        self._field = ""
+        self._unread.field = ""
         if choice.finish_reason is not None:
-            event = self._ended(event)
-        elif self._renames == () and self.refusal is None:
-            self._field = "content" if choice.delta is not None else "text"
+            event = self._origin.ended(event)
+        elif self._origin.renames == () and self.refusal is None:
+            self._unread.field = "content" if choice.delta is not None else "text"
         if not self.hides_ids:
             return event
         # A token without text has an event only where ids are asked for.
@@ -376,39 +459,11 @@ class Transcript:
     def _shown(self, event: bytes) -> bytes:
         return _without_ids(event) if self.hides_ids else event
 
-    def _ended(self, event: bytes) -> bytes:
-        is_object = self._num_resumed and event.endswith(b"}" + _END)
-        return event[:-3] + _NOTE % self._num_resumed + _END if is_object else event
-
     def _has_noted(self, choice: _Choice, pieces: Iterable[int] = ()) -> bool:
-        """Keep a part of an answer that came in *pieces*; False if it is not known, or has no
-        ids."""
-        ids, delta = choice.token_ids, choice.delta
-        try:
-            if ids is None:
-                return delta is not None and "role" in delta and not edited(delta, _same)
-            if delta is None:
-                self._note_text("text", choice.text)
-            else:
-                edited(delta, self._note_text)
-                self._pieces.extend(filter(None, pieces))
-            self._ids.extend(ids)
-        except UNKNOWN:
-            return False
-        self._end = choice.finish_reason or self._end
-        self._num_bytes += 8 * len(ids)
-        if self._num_bytes > self._room.taken(self):
+        is_known = self._told.take(choice, pieces)
+        if is_known and self._told.num_bytes > self._room.taken(self):
             self._take_room()
-        return True
-
-    def _note_text(self, name: str, text: str) -> str:
-        raw = text.encode()
-        try:
-            self._texts[name] += raw
-        except KeyError:
-            self._texts[name] = bytearray(raw)
-        self._num_bytes += len(raw)
-        return text
+        return is_known
 
     def _spliced(self, event: bytes, choice: _Choice | None, replay: Replay) -> bytes:
         had_finished = self.has_finished
@@ -432,20 +487,21 @@ class Transcript:
         if replay.is_over:
             self._replay = None
             if choice.delta is not None:
-                self._pieces = replay.pieces
+                self._told.pieces = replay.pieces
         ends = choice.finish_reason is not None
         is_told = choice.token_ids and (choice.logprobs or not self.hides_ids)
         is_new = ends or has_text or is_told
         if self.has_failed or had_finished or not is_new:
             return b""
         event = self._rewritten(event, choice)
-        return self._ended(event) if ends else event
+        return self._origin.ended(event) if ends else event
 
     def _ends_otherwise(self, choice: _Choice, replay: Replay) -> bool:
         """True where the other engine ends before the client's last token, or not with it."""
         if not replay.is_over:
             return choice.finish_reason is not None
-        return self.has_finished and (choice.finish_reason != self._end or bool(choice.token_ids))
+        is_same = choice.finish_reason == self._told.end and not choice.token_ids
+        return self.has_finished and not is_same
 
     def _rewritten(self, event: bytes, choice: _Choice) -> bytes:
         content = decode(event[len(_DATA) :])
@@ -458,20 +514,8 @@ class Transcript:
             told["delta"] = choice.delta
         return _DATA + dumps(content) + _END
 
-    def _renamed(self, event: bytes, told: _Event) -> bytes:
-        """Give an event the id and time of the first engine's."""
-        if self._renames is None:
-            first = self._first or told
-            names = (b'"id":%s', dumps(told.id), dumps(first.id))
-            times = (b'"created":%s', dumps(told.created), dumps(first.created))
-            every = [(form % new, form % old) for form, new, old in (names, times)]
-            self._renames = tuple(one for one in every if one[0] != one[1])
-        for new, old in self._renames:
-            event = event.replace(new, old, 1)
-        return event
-
     def _take_room(self) -> None:
-        missing = max(self._num_bytes - self._room.taken(self), _GROWTH_BYTES)
+        missing = max(self._told.num_bytes - self._room.taken(self), _GROWTH_BYTES)
         if not self._room.take(self, missing):
             self._leave(Resume.NO_ROOM, b"")
 
