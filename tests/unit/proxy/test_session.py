@@ -109,18 +109,18 @@ class StoryRelay:
 
 def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
     counted: Any = SimpleNamespace(labels=lambda *_: SimpleNamespace(inc=int, observe=float))
-    metrics = SimpleNamespace(
+    answers = SimpleNamespace(
         **dict.fromkeys(
             ("restarts", "resumes", "moves", "first_token_seconds", "request_seconds"), counted
         ),
-        inter_token_seconds=None, move_seconds=SimpleNamespace(observe=float),
+        gaps=None, move_seconds=SimpleNamespace(observe=float),
     )  # fmt: skip
     upstream = SimpleNamespace(decode_pool=SimpleNamespace(engines=()))
     config = ProxyConfig(("http://p",), ("http://d",))
     service: Any = SimpleNamespace(
         config=config,
         room=Room(ROOM_BYTES),
-        metrics=metrics,
+        metrics=SimpleNamespace(answers=answers),
         upstream=upstream,
         bulk=None,
     )

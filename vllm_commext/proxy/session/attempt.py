@@ -235,7 +235,7 @@ class Attempt:
         )
         if self.plan is not None:
             self.route.placement, self.route.ways = self.plan.as_header(), self.plan.ways
-            self._service.metrics.placements.labels(self.plan.kind).inc()
+            self._service.metrics.ways.placements.labels(self.plan.kind).inc()
 
     @property
     def local_reason(self) -> LocalPrefill | None:
@@ -246,7 +246,7 @@ class Attempt:
     async def prefill(self) -> Opened | None:
         """Have the prompt computed; the answer, if both steps were taken at once."""
         stream, prefilled = self._stream(), None
-        metrics = self._service.metrics
+        metrics = self._service.metrics.ways
         try:
             prefilled = self._prefilled = await self._prefill(stream)
             if prefilled is not None:
@@ -408,5 +408,5 @@ class Attempt:
                     "%s returned no kv_transfer_params; has it a KV connector as producer?",
                     prefilled.engine.name,
                 )
-        self._service.metrics.local_prefills.labels(reason).inc()
+        self._service.metrics.ways.local_prefills.labels(reason).inc()
         return None

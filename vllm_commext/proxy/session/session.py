@@ -84,7 +84,7 @@ class Session:
                 if not self._tries.may_begin_again(error, self._service.config.request_attempts):
                     raise
                 attempt.blame(error)
-                self._service.metrics.restarts.labels(error.kind).inc()
+                self._service.metrics.answers.restarts.labels(error.kind).inc()
                 text = "retrying request %s from the start: %s"
                 logger.warning(text, self._outcome.request_id, error)
             finally:
@@ -116,13 +116,13 @@ class Session:
 
     async def _answer(self, request: web.Request, opened: Opened) -> web.StreamResponse:
         outcome, service = self._outcome, self._service
-        metrics, engine = service.metrics, opened.engine.name
+        metrics, engine = service.metrics.answers, opened.engine.name
         if opened.response.status >= 400:
             outcome.set("engine_error", side_of(opened.engine))
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         relay = self._relay = Relay(
-            *(request, service.config, metrics.inter_token_seconds, self._tries.losses),
+            *(request, service.config, metrics.gaps, self._tries.losses),
             *(self._asked.transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
@@ -145,12 +145,9 @@ class Session:
         self._outcome.tokens, self._outcome.per_token = answer.tokens, answer.per_token
         expected = plan.expected if plan is not None and not self._tries.num_resumed else None
         if expected is not None and seconds is not None and answer.tokens > 1:
-            metrics = self._service.metrics
-            first, each = metrics.expected_first_token, metrics.expected_per_token
-            first.labels("expected").observe(expected.first_token)
-            first.labels("real").observe(seconds)
-            each.labels("expected").observe(expected.per_token)
-            each.labels("real").observe(answer.per_token)
+            note = self._service.metrics.ways.note_times
+            note("expected", expected.first_token, expected.per_token)
+            note("real", seconds, answer.per_token)
 
     async def _send_all(self, relay: Relay, opened: Opened) -> bool:
         """Send what one engine after the other answers; False if a failure ended it."""
@@ -187,7 +184,7 @@ class Session:
                 transcript.begin_again()
                 opened = opened if opened.cutter is not None else None
             result = Resume.FAILED if opened is None else Resume.RESUMED
-        self._service.metrics.resumes.labels(result).inc()
+        self._service.metrics.answers.resumes.labels(result).inc()
         return opened
 
     async def _opened_elsewhere(self, old: Opened, failure: ProxyError) -> Opened | None:
@@ -295,7 +292,7 @@ class Session:
         self._note_move(result)
         if opened is None or result is not Resume.RESUMED:
             return old
-        self._service.metrics.move_seconds.observe(time.monotonic() - began)
+        self._service.metrics.answers.move_seconds.observe(time.monotonic() - began)
         self._outcome.route = self._attempt.route
         self._tries.answered_by = opened.engine
         transcript.begin_again()
@@ -303,7 +300,7 @@ class Session:
         return opened
 
     def _note_move(self, result: Resume) -> None:
-        self._service.metrics.moves.labels(result).inc()
+        self._service.metrics.answers.moves.labels(result).inc()
         name = self._leaving.engine.name if self._leaving is not None else ""
         text = "request %s, while %s drains: %s"
         logger.info(text, self._outcome.request_id, name, result.meaning)

@@ -7,6 +7,7 @@ client has, token by token and letter by letter.
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -152,10 +153,6 @@ class Replay:
         self.pieces = array("i")
 
     @property
-    def is_over(self) -> bool:
-        return not self._ids
-
-    @property
     def num_left(self) -> int:
         return len(self._ids)
 
@@ -178,7 +175,7 @@ class Replay:
 
     def end_event(self, *, has_new_ids: bool, has_new_text: bool) -> None:
         """Expect new text with new tokens alone, and none to be left where these begin."""
-        if has_new_text and not has_new_ids or self.is_over and any(self._texts.values()):
+        if has_new_text and not has_new_ids or not self._ids and any(self._texts.values()):
             raise DiffersError
 
 
@@ -194,13 +191,6 @@ class _Told:
     def clear(self) -> None:
         self.ids, self.pieces = array("i"), array("i")
         self.texts: dict[str, bytearray] = {}
-
-    def copy(self) -> "_Told":
-        """A copy that says nothing of events."""
-        copy = _Told(0)
-        copy.ids, copy.end = self.ids[:], self.end
-        copy.texts = {name: text[:] for name, text in self.texts.items()}
-        return copy
 
     def take(self, choice: _Choice, pieces: Iterable[int]) -> bool:
         """Keep a part of an answer that came in *pieces*; False if it is not known, or has no
@@ -378,7 +368,7 @@ class Transcript:
     def trial(self) -> "Transcript":
         """A copy to try another engine's events on."""
         copy = Transcript(Room(_TRIAL_BYTES), {"return_token_ids": not self.hides_ids}, 0)
-        copy._told, copy._origin = self._told.copy(), _Origin(self._origin.first)
+        copy._told, copy._origin = deepcopy(self._told), _Origin(self._origin.first)
         copy.begin_again()
         return copy
 
@@ -484,7 +474,7 @@ class Transcript:
             return self._fail()
         if self._ends_otherwise(choice, replay) or not self._has_noted(choice):
             return self._fail()
-        if replay.is_over:
+        if not replay.num_left:
             self._replay = None
             if choice.delta is not None:
                 self._told.pieces = replay.pieces
@@ -498,7 +488,7 @@ class Transcript:
 
     def _ends_otherwise(self, choice: _Choice, replay: Replay) -> bool:
         """True where the other engine ends before the client's last token, or not with it."""
-        if not replay.is_over:
+        if replay.num_left:
             return choice.finish_reason is not None
         is_same = choice.finish_reason == self._told.end and not choice.token_ids
         return self.has_finished and not is_same

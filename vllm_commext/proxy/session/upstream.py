@@ -25,7 +25,7 @@ from prometheus_client import Counter
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
 from vllm_commext.proxy.deadline import Deadline, end_tasks
 from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import DECODE, NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
+from vllm_commext.proxy.engines.pool import NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import (
@@ -239,14 +239,10 @@ class Upstream:
     metrics: ProxyMetrics
 
     def __post_init__(self) -> None:
-        self.releases = Releases(self._post_release, self.metrics.releases)
+        self.releases = Releases(self._post_release, self.metrics.steps.releases)
         bound = self.config.health_timeout_seconds
         self._timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
-        counted = self.metrics.affinity_tokens.labels
-        self._affinity_tokens = {
-            role: (counted(role, "held"), counted(role, "new")) for role in (PREFILL, DECODE)
-        }
 
     async def prefill(
         self,
@@ -274,7 +270,7 @@ class Upstream:
 
         began, num = time.monotonic(), self.config.prefill_attempts
         result = await self._ask(self.prefill_pool, num, payload, ask, list(failed), 0.0)
-        self.metrics.prefill_seconds.observe(time.monotonic() - began)
+        self.metrics.steps.prefill_seconds.observe(time.monotonic() - began)
         return result
 
     async def decode(self, payload: Payload, failed: Sequence[Engine], route: Route) -> Opened:
@@ -294,7 +290,7 @@ class Upstream:
         tried, began = list(failed) if others else [], time.monotonic()
         wait = config.engine_wait_seconds
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
-        self.metrics.decode_headers_seconds.observe(time.monotonic() - began)
+        self.metrics.steps.decode_headers_seconds.observe(time.monotonic() - began)
         return opened
 
     async def fetch(
@@ -348,7 +344,7 @@ class Upstream:
                 break
             engine, held = chosen
             if failure is not None:
-                self.metrics.retries.labels(pool.role).inc()
+                self.metrics.steps.retries.labels(pool.role).inc()
             tried.append(engine)
             try:
                 return await ask(engine, held)
@@ -378,10 +374,7 @@ class Upstream:
                 if time.monotonic() >= end:
                     return None
                 await asyncio.sleep(PICK_INTERVAL_SECONDS)
-        held = chosen[1]
-        num_held, num_new = self._affinity_tokens[pool.role]
-        num_held.inc(held)
-        num_new.inc(payload.tokens - held)
+        self.metrics.steps.note_held(pool.role, chosen[1], payload.tokens - chosen[1])
         return chosen
 
     @asynccontextmanager
