@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
-from vllm_commext.proxy.deadline import end_tasks
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.outcome import Resume
 from vllm_commext.proxy.session import attempt, relay, session
+from vllm_commext.proxy.session.response import end_tasks
 from vllm_commext.proxy.session.transcript import ANSWER
 
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]

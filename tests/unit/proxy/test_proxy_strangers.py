@@ -411,7 +411,7 @@ async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_an
         cluster.decode[0].behave = behave
         content = json.dumps({**BODY, "stream": streams}).encode()
         if not streams:
-            monkeypatch.setattr(cluster.proxy.metrics.request_seconds, "labels", fail)
+            monkeypatch.setattr(cluster.proxy.metrics.answers.request_seconds, "labels", fail)
         client = await Stranger.of(cluster, head(len(content)) + content)
         await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
         await asyncio.sleep(0.1)

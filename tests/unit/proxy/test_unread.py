@@ -63,7 +63,7 @@ async def test_what_a_decode_engine_refuses_or_fails_is_released(
 
 def num_sent(cluster: Any) -> float:
     """Keys that engines were told, by the proxy's metrics."""
-    samples = cluster.proxy.metrics.releases.collect()[0].samples
+    samples = cluster.proxy.metrics.steps.releases.collect()[0].samples
     sent = (one for one in samples if one.labels == {"outcome": "sent"})
     return sum(one.value for one in sent if one.name.endswith("_total"))
 

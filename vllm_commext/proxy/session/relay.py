@@ -12,20 +12,18 @@ from aiohttp import web
 from prometheus_client import Histogram
 
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.deadline import (
-    ClientStalledError,
-    Deadline,
-    EngineLostError,
-    LeftError,
-    StreamWatch,
-    end_tasks,
-)
 from vllm_commext.proxy.http.answers import DONE, error_event, with_cached_tokens
 from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError, Resume
 from vllm_commext.proxy.session.response import (
+    ClientStalledError,
+    Deadline,
+    EngineLostError,
+    LeftError,
     Opened,
+    StreamWatch,
     bad_answer,
+    end_tasks,
     failure_of,
     failure_told,
     failures_of,

@@ -23,7 +23,6 @@ import aiohttp
 from prometheus_client import Counter
 
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
-from vllm_commext.proxy.deadline import Deadline, end_tasks
 from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
 from vllm_commext.proxy.http.body import encode
@@ -42,8 +41,10 @@ from vllm_commext.proxy.outcome import (
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.response import (
+    Deadline,
     Opened,
     check_not_draining,
+    end_tasks,
     failures_of,
     no_engine,
     prefilled_params,
