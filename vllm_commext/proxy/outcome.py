@@ -191,16 +191,8 @@ _QUEUE, _PREFILL, _ASK, _FIRST_TOKEN, _DECODE, _MOVE = _PARTS = (
 )
 
 
-class Part(NamedTuple):
-    """One step of a request, from *began* until *ended*, seconds of ``time.monotonic``; engine: its
-    name or ""."""
-
-    name: str
-    engine: str
-    began: float
-    ended: float
-
-
+Part = tuple[str, str, float, float]
+"""Of a request: its name, its engine's or "", and when it began and ended by `time.monotonic`."""
 _ENDS: dict[str, tuple[str, ...]] = {
     PREFILL_ASKED: (_QUEUE,),
     PREFILLED: (_PREFILL,),
@@ -229,7 +221,7 @@ def parts_of(began: float, marks: Iterable[Mark]) -> list[Part]:
         for name in _ENDS.get(what, ()):
             if name in running:
                 since, asked = running.pop(name)
-                found.append(Part(name, asked, since, at))
+                found.append((name, asked, since, at))
         if (name := _BEGINS.get(what)) is not None:
             running[name] = at, engine
     return found

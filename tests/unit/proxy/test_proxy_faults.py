@@ -240,7 +240,7 @@ async def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any)
     async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
         cluster.decode[0].health_status = 503
         pool = cluster.proxy.decode_pool
-        await kit.until(lambda: pool.num_healthy == 0, "the sick engine to be noticed")
+        await kit.until(lambda: not pool.engines[0].healthy, "the sick engine to be noticed")
         assert pool.engines[0].detail == "/health answered 503"
         request = asyncio.create_task(status_of(cluster))
         await asyncio.sleep(0.1)

@@ -131,7 +131,7 @@ class Chooser:
         if not self.is_adaptive:
             return None
         decode, prefill = self.pools[DECODE], self.pools[PREFILL]
-        now, name = time.monotonic(), _name_of(prefix)
+        now, name = time.monotonic(), prefix.session or next(iter(prefix.blocks), b"")
         num = num_compared(len(decode.engines))
         self._turn += num if len(decode.engines) > num else 1
 
@@ -179,7 +179,3 @@ class Chooser:
 def _idlest(pool: EnginePool) -> Sequence[Engine]:
     usable = [one for one in pool.engines if one.usable]
     return nsmallest(WINDOW, usable, key=lambda one: one.load.prompts.seconds)
-
-
-def _name_of(prefix: Prefix) -> bytes:
-    return prefix.session or (prefix.blocks[0] if prefix.blocks else b"")

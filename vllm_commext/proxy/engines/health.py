@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import aiohttp
 
@@ -178,13 +177,9 @@ async def _wanted(content: aiohttp.StreamReader) -> str:
     return b"\n".join((*found, rest)).decode(errors="replace")
 
 
-class _Sample(NamedTuple):
-    labels: Mapping[str, str]
-    value: float
-
-
-def _samples(page: str, name: str) -> list[_Sample]:
-    samples: list[_Sample] = []
+def _samples(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
+    """Labels and value of each."""
+    samples: list[tuple[Mapping[str, str], float]] = []
     for line in page.splitlines():
         if line.startswith(name + "{"):
             if (found := _LINE.match(line)) is None:
@@ -193,37 +188,34 @@ def _samples(page: str, name: str) -> list[_Sample]:
                 label: _ESCAPE.sub(lambda one: _ESCAPES[one[0]], value)
                 for label, value in _LABEL.findall(found[1])
             }
-            samples.append(_Sample(labels, float(found[2])))
+            samples.append((labels, float(found[2])))
     return samples
 
 
 def read_capabilities(page: str) -> Capabilities:
     """Read a metrics page; raises `ValueError` where it is none."""
     without = {
-        sample.labels.get("engine")
-        for sample in _samples(page, STREAMS_METRIC)
-        if sample.value == 0
+        labels.get("engine") for labels, value in _samples(page, STREAMS_METRIC) if value == 0
     }
     ranks: list[Rank] = []
-    for sample in _samples(page, INFO_METRIC):
-        labels = sample.labels
+    for labels, _ in _samples(page, INFO_METRIC):
         if missing := _LABELS - labels.keys():
             raise ValueError(f"expected {INFO_METRIC} with labels {sorted(missing)}, too")
         channel = SideChannel(labels["host"], int(labels["port"]), labels["seal"])
         flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
         flags["streams"] &= labels["engine"] not in without
         ranks.append(Rank(labels["engine"], channel, **flags))
-    settings = (sample.labels for sample in _samples(page, CACHE_METRIC))
-    caches = any(one.get("enable_prefix_caching") == "True" for one in settings)
+    settings = _samples(page, CACHE_METRIC)
+    caches = any(labels.get("enable_prefix_caching") == "True" for labels, _ in settings)
     return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
 
 
 def read_cache(page: str) -> tuple[float, float, float] | None:
     """Tokens of room in the KV caches of all ranks, tokens in use, and steps so far; None where
     the page does not say. Raises `ValueError`."""
-    sizes = [one.labels.get("kv_cache_size_tokens", "") for one in _samples(page, CACHE_METRIC)]
-    use = [one.value for one in _samples(page, CACHE_USE_METRIC)]
+    sizes = [one.get("kv_cache_size_tokens", "") for one, _ in _samples(page, CACHE_METRIC)]
+    use = [value for _, value in _samples(page, CACHE_USE_METRIC)]
     if not (sizes and sizes[0].isdigit() and use):
         return None
     each = int(sizes[0])
-    return each * len(use), each * sum(use), sum(s.value for s in _samples(page, STEPS_METRIC))
+    return each * len(use), each * sum(use), sum(num for _, num in _samples(page, STEPS_METRIC))

@@ -396,10 +396,6 @@ class EnginePool:
         self.are_both = all(one.role == BOTH for one in engines)
 
     @property
-    def num_healthy(self) -> int:
-        return sum(engine.healthy for engine in self.engines)
-
-    @property
     def num_usable(self) -> int:
         return sum(engine.usable for engine in self.engines)
 

@@ -40,7 +40,10 @@ async def answer_errors(
     far they unfold is the sender's choice, and no engine takes them."""
     begin(request)
     try:
-        _check_encoding(request)
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            message = f"expected a body without Content-Encoding, got {encoding[:40]!r}"
+            return _error_response(ProxyError(415, "bad_request", message))
         return await handler(request)
     except ProxyError as error:
         return _error_response(error)
@@ -75,13 +78,6 @@ def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
     return answer
-
-
-def _check_encoding(request: web.Request) -> None:
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        message = f"expected a body without Content-Encoding, got {encoding[:40]!r}"
-        raise ProxyError(415, "bad_request", message)
 
 
 def _error_response(error: ProxyError) -> web.Response:

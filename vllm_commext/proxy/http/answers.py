@@ -128,8 +128,10 @@ def opens_aborted(events: bytes) -> bool:
     if _ABORT not in events:
         return False
     contents = [content or {} for content in _contents(events)]
-    said = [_says(choice) for content in contents for choice in _choices(content)]
-    return not any(said) and any(map(_has_aborted, contents))
+    choices = [choice for content in contents for choice in _choices(content)]
+    return not any(map(_says, choices)) and any(
+        choice.get("finish_reason") == "abort" for choice in choices
+    )
 
 
 def is_aborted(answer: bytes) -> bool:
@@ -141,10 +143,6 @@ def _choices(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     choices = content.get("choices")
     choices = choices if isinstance(choices, list) else []
     return [choice for choice in choices if isinstance(choice, dict)]
-
-
-def _has_aborted(content: Mapping[str, Any]) -> bool:
-    return any(choice.get("finish_reason") == "abort" for choice in _choices(content))
 
 
 def _says(choice: Mapping[str, Any]) -> bool:

@@ -52,9 +52,8 @@ class StepMetrics:
         self.decode_headers_seconds = of.seconds("decode_headers_seconds", text)
 
     def note_held(self, role: str, held: int, new: int) -> None:
-        num_held, num_new = self._affinity[role]
-        num_held.inc(held)
-        num_new.inc(new)
+        for counter, num_tokens in zip(self._affinity[role], (held, new), strict=True):
+            counter.inc(num_tokens)
 
 
 class WayMetrics:
@@ -118,7 +117,11 @@ class ProxyMetrics:
         long as it took to make, unless a request ends: frequent scrapes cost little."""
         began = time.monotonic()
         if began >= self._page_until:
-            self._set_gauges()
+            healthy, in_flight = self._engines
+            for pool in self._pools:
+                healthy.labels(pool.role).set(sum(one.healthy for one in pool.engines))
+                for engine in pool.engines:
+                    in_flight.labels(engine.role, engine.name).set(engine.in_flight)
             self._page = generate_latest(self._registry)
             now = time.monotonic()
             self._page_until = now + _PAGE_SHARE * (now - began)
@@ -135,13 +138,6 @@ class ProxyMetrics:
         counts["resumed"], counts["moved"] = resumes[Resume.RESUMED], moves[Resume.RESUMED]
         counts["lost"] = sum(resumes.values()) - resumes[Resume.RESUMED]
         return counts
-
-    def _set_gauges(self) -> None:
-        healthy, in_flight = self._engines
-        for pool in self._pools:
-            healthy.labels(pool.role).set(pool.num_healthy)
-            for engine in pool.engines:
-                in_flight.labels(engine.role, engine.name).set(engine.in_flight)
 
 
 def _values(metric: Counter) -> dict[str, int]:

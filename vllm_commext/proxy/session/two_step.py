@@ -103,7 +103,8 @@ def local_prefill_reason(
         return LocalPrefill.NOT_ONE_PROMPT
     if _wants_prompt_logprobs(endpoint, body):
         return LocalPrefill.PROMPT_LOGPROBS
-    if not _is_count(body.get("truncate_prompt_tokens")):
+    kept = body.get("truncate_prompt_tokens")
+    if kept is not None and not (isinstance(kept, int) and kept >= 0):
         return LocalPrefill.TRUNCATION
     if 0 in map(body.get, LENGTHS):
         return LocalPrefill.NO_GENERATION
@@ -125,10 +126,6 @@ def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
         return True
     echoes = endpoint is COMPLETIONS and bool(body.get("echo"))
     return echoes and body.get("logprobs") is not None
-
-
-def _is_count(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and value >= 0)
 
 
 def prefill_body(body: Mapping[str, Any], key: str = "", stream_key: str = "") -> dict[str, Any]:

@@ -77,12 +77,6 @@ class Key(NamedTuple):
     value: str = ""
 
 
-def new_key(engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]) -> Key:
-    model = body.get("model") if isinstance(body.get("model"), str) else None
-    value = secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else ""
-    return Key(engine, headers.get("Authorization"), model, value)
-
-
 Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
 
 
@@ -255,8 +249,12 @@ class Upstream:
         """First step: another engine is asked if one cannot be reached or answers 5xx, unless the
         request *outlives* that. *payload_of*: for an engine and a key. Raises `ProxyError`."""
 
+        authorization, model = payload.headers.get("Authorization"), payload.body.get("model")
+        model = model if isinstance(model, str) else None
+
         async def ask(engine: Engine, held: int) -> Prefilled:
-            key = new_key(engine, payload.headers, payload.body)
+            value = secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else ""
+            key = Key(engine, authorization, model, value)
             async with self._turn(engine, payload, held, PREFILL):
                 try:
                     asked = await payload_of(engine, key.value)

@@ -276,8 +276,8 @@ def _request(ago: float, one: Outcome) -> dict[str, Any]:
         **{"path": route.path, "prefill": route.prefill, "decode": route.decode},
         **{"placement": route.placement, "ways": route.ways},
         "parts": [
-            (part.name, part.engine, part.began - one.began, part.ended - one.began)
-            for part in parts_of(one.began, marks)
+            (name, engine, began - one.began, ended - one.began)
+            for name, engine, began, ended in parts_of(one.began, marks)
         ],
     }
 
