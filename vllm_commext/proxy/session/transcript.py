@@ -234,10 +234,7 @@ class _Unread:
 
     def __init__(self) -> None:
         self.field = ""
-        self._ids, self._text = bytearray(), bytearray()
-
-    def __len__(self) -> int:
-        return len(self._ids) + len(self._text)
+        self.ids, self.text = bytearray(), bytearray()
 
     def pass_on(self, event: bytes, hides_ids: bool) -> bytes | None:
         """Note an ordinary event and return it for the client; None for another one."""
@@ -251,14 +248,14 @@ class _Unread:
         text = event[begin + len(opening) : end]
         if b'":' in text:  # perhaps another field
             return None
-        self._text += text
-        self._ids += event[first - 1 : last]
-        self._ids += b"],"
+        self.text += text
+        self.ids += event[first - 1 : last]
+        self.ids += b"],"
         return event[: first - 1] + b"null" + event[last + 1 :] if hides_ids else event
 
     def read(self) -> tuple[_Choice, list[int]]:
         """What these events say, and the tokens of each. Raises `ValueError`."""
-        text = b'{"text":"%b","pieces":[%b]}' % (self._text, self._ids[:-1])
+        text = b'{"text":"%b","pieces":[%b]}' % (self.text, self.ids[:-1])
         passed = _PASSED.decode(text)
         choice = _Choice(token_ids=[token for piece in passed.pieces for token in piece])
         if self.field == "text":
@@ -268,8 +265,8 @@ class _Unread:
         return choice, [*map(len, passed.pieces)]
 
     def clear(self) -> None:
-        self._ids.clear()
-        self._text.clear()
+        self.ids.clear()
+        self.text.clear()
 
 
 class _Origin:
@@ -374,7 +371,7 @@ class Transcript:
 
     def settle(self) -> Resume | None:
         """Take in what was passed unread; why the stream is not resumed, or None."""
-        if len(self._unread) and self.refusal is None:
+        if self._unread.ids and self.refusal is None:
             try:
                 is_noted = self._has_noted(*self._unread.read())
             except ValueError:
@@ -404,7 +401,7 @@ class Transcript:
             return self._shown(event) if self.settle() else self._leave(Resume.NOT_TOLD, event)
         unread = self._unread
         if unread.field and (passed := unread.pass_on(event, self.hides_ids)) is not None:
-            if len(unread) > _MAX_RAW_BYTES:
+            if len(unread.ids) + len(unread.text) > _MAX_RAW_BYTES:
                 self.settle()
             return passed
         if self.settle() is None:
