@@ -198,7 +198,7 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (load, "RECENT_SECONDS", 10.0),
     (load, "SAME_STEP_SECONDS", 0.0),
     (load, "SPARED", 1.0),
-    (load, "SPARED", 0.02),
+    (load, "SPARED", 0.1),
     (load, "IN_TIME", 1.0),
     (speed, "FORGETTING", 0.997),
     (speed, "MAX_RATIO", 1e9),

@@ -258,7 +258,7 @@ class Cache:
 
 PATIENCE = 4.0
 """Longest time that others may overtake a waiting prompt, in its own lengths or in limits."""
-SPARED = 0.1
+SPARED = 0.02
 """Share of its time that an engine then has for those that were put off."""
 IN_TIME = 0.95
 """Share of a limit that a prompt is planned to be computed in."""
