@@ -91,8 +91,7 @@ class Connections:
         # Those with a request that is to begin, by client, and how many have begun in this turn.
         self._ready: dict[str, dict[Connection, None]] = {}
         self._num_taken = 0
-        self._turn_end = 0.0
-        self._has_entered = False
+        self._turn_end, self._has_entered = 0.0, False
         self.num_open = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:

@@ -184,7 +184,7 @@ class _Told:
     num_bytes: of all that is kept."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+        self.num_bytes, self.has_usage = num_bytes, False
         self.end: str | None = None
         self.clear()
 
@@ -425,8 +425,9 @@ class Transcript:
             event = self._origin.renamed(event, told)
         if self._replay is not None:
             return self._spliced(event, choice, self._replay)
-        if choice is None:
-            return event
+        if choice is None:  # its usage, which the client may have already
+            had_usage, self._told.has_usage = self._told.has_usage, True
+            return b"" if had_usage else event
         if self._origin.first is None:
             self._origin.first = told
         pieces = (len(choice.token_ids or ()),)
