@@ -143,13 +143,13 @@ def test_a_prompt_is_handed_over_where_a_running_answer_would_come_late(
 
 
 def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
-    """A prefill engine with a queue is no way out; with two late answers it is."""
-    for num_running, is_local in ((0, True), (1, True), (4, False)):
-        made = planner(first_token=0.5, per_token=0.0075)
-        source, target = engines(made)
+    """A prefill engine with a queue is no way out; with more, or near to the own limit, it is."""
+    cases = (0, 0.008, True), (1, 0.008, True), (4, 0.008, False), (1, 0.0075, False)
+    for num_running, limit, is_local in cases:
+        source, target = engines(made := planner(first_token=0.5, per_token=limit))
         source.load.ask(40000, 0, NOW)
         for _ in range(num_running):
-            running(target.load, 100, 100 * STEP)
+            running(target.load, 100, 100 * limit)
         assert place(made, [source], [target]).is_local == is_local
 
 

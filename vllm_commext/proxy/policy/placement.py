@@ -24,6 +24,8 @@ GIVEN_UP = 1.1
 """Step time, in limits, above which one more answer costs nothing: other engines recover. A request
 is lost above it with prompts, if steps alone take `LONG_STEP`: else prompts may become fewer."""
 LONG_STEP = 0.8
+MARGIN = 0.1
+"""Share of a limit below it in which an answer is the less sure to be in time the nearer it is."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 
@@ -142,13 +144,10 @@ class Planner:
         is_late, is_local = 0.0 < limits.first < first, source is at
         misses += source.num_put_off + 1.0 - in_time + at.crowd
         per_token, tpot = (at.seconds + late) / length, limits.tpot
-        is_slow = 0.0 < tpot * GIVEN_UP < per_token and at.slower > tpot * LONG_STEP
+        lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.slower > tpot * LONG_STEP)
         turned = (one for one in options if (one[2] is one[3]) != is_local)
         other = next(((one[5], (one[3].seconds + one[6]) / length) for one in turned), None)
-        return Way(
-            *(source.candidate, at.candidate, first, per_token, misses),
-            *(is_late, is_late or is_slow, other),
-        )
+        return Way(source.candidate, at.candidate, first, per_token, misses, is_late, lost, other)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
         """Note an answer where it is to be, unless it is lost: that comes when it comes."""
@@ -187,10 +186,11 @@ class Planner:
 
     def _share_in_time(self, at: _Costs, late: float) -> float:
         """Share of answers in time of those whose second token comes *late* seconds later."""
-        room = (self.shared.limits.tpot or math.inf) - at.pace
-        if room <= 0.0:
+        limit = self.shared.limits.tpot or 1e9
+        if (room := limit - at.pace) <= 0.0:
             return 0.0
-        return 1.0 - self.shared.lengths.ended(1.0 + late / room, 1) if late else 1.0
+        sure = min(1.0, room / (MARGIN * limit))
+        return sure * (1.0 - self.shared.lengths.ended(1.0 + late / room, 1)) if late else sure
 
     def _late(
         self, at: _Costs, by: int, now: float, max_seen: int, most: float = math.inf
