@@ -1,6 +1,6 @@
 """Attacks on the real proxy and on real engines' side channels; a table of what others notice.
 
-    python -m tests.attack --only gzip --out attack-report
+    python -m tests.attack --only idle --out attack-report
 
 Each victim starts at a soft limit of 1,024 descriptors. While an attack lasts, others are served
 within 100 ms, the victim's memory grows by at most 64 MiB, and everything is free again within 5 s

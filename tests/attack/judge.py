@@ -55,15 +55,10 @@ class Victim(Protocol):
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack.
-
-    name, kind: for the table. victim: starts it in a folder for its logs. assault: runs in a
-    process of its own, returns when it has done its worst; it is killed after `bound_seconds`.
-    max_growth_mib: of the victim's memory.
-    """
+    """victim: starts it in a folder for its logs. assault: runs in a process of its own, returns
+    when it has done its worst; it is killed after `bound_seconds`."""
 
     name: str
-    kind: str
     victim: Callable[[Path], AbstractContextManager[Victim]]
     assault: Callable[[Victim], None]
     bound_seconds: float = 15.0
@@ -103,10 +98,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one attack did.
-
-    exit_code: of the attacker, None where it was killed when its time was over.
-    """
+    """exit_code: of the attacker, None where it was killed when its time was over."""
 
     attack: Attack
     quiet: Waits

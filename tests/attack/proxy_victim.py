@@ -18,7 +18,6 @@ from tests.attack.judge import Victim, soft_limit
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import ProxyServer, Server
 from tests.unit.proxy.conftest import (
-    Behaviour,
     Call,
     EngineServer,
     decode_ok,
@@ -30,11 +29,11 @@ BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
 # Its own, and connections to engines that are kept for a moment.
 _OWN_DESCRIPTORS = 40
-SILENT_MODELS, ENDLESS_PAGE = "silent-models", "endless-page"
-FLOOD, MOODY = "flood", "moody"
 _GIVEN_UP = b'{"choices": [{"text": "w", "finish_reason": "abort"}]}'
 _PAGE = b'vllm:other{engine="0"} 1.0\n' * 2000
 _EVENTS = b'data: {"choices": [{"text": "w"}]}\n\n' * 500
+SECONDS_A_BYTE = 0.25e-6
+NUM_TOKENS = 4  # of a stream that is cut after half of them
 
 
 class EndlessPage(EngineServer):
@@ -100,12 +99,17 @@ class ProxyVictim:
         return {"descriptors": float(max(sum(numbers) - _OWN_DESCRIPTORS, 0))}
 
 
+class StreamVictim(ProxyVictim):
+    """Others' streams are cut once, and go on at another engine."""
+
+    def honest(self) -> None:
+        told = self.ask("POST", "/v1/completions", b'{"prompt": "cut", "stream": true}')
+        if told.count(b'"w"') != NUM_TOKENS or b"[DONE]" not in told:
+            raise ValueError(f"expected a stream that goes on, got {told[-200:]!r}")
+
+
 class LiveVictim(ProxyVictim):
     """A proxy that others ask whether it lives: its requests may have to wait for theirs."""
-
-    @property
-    def serving(self) -> Sequence[int]:
-        return self.pids
 
     def honest(self) -> None:
         self.ask("GET", "/live")
@@ -163,13 +167,45 @@ async def moody(call: Call) -> None:
     await (call.answer(status, content) if status else decode_ok(call))
 
 
-_BEHAVIOURS: dict[str, Behaviour] = {"prefill": prefill_ok, FLOOD: flood, MOODY: moody}
+_turn, _cut = asyncio.Lock(), asyncio.Event()
+
+
+async def computing(call: Call) -> None:
+    """Compute one prompt after the other, in a time by its bytes."""
+    async with _turn:
+        await asyncio.sleep(SECONDS_A_BYTE * len(call.raw))
+    await prefill_ok(call)
+
+
+async def cutting(call: Call) -> None:
+    """Cut streams in their midst: some at once, some all together when told so."""
+    prompt = call.body["prompt"]
+    if prompt == "cut all":
+        _cut.set()
+    if not call.body.get("stream"):
+        await decode_ok(call)
+        return
+    goes_on = "answer_token_ids" in call.body.get("kv_transfer_params", {})
+    await call.begin_stream()
+    for token in range(NUM_TOKENS if goes_on else NUM_TOKENS // 2):
+        end = "stop" if token == NUM_TOKENS - 1 else None
+        choice = {"index": 0, "text": "w", "token_ids": [token], "finish_reason": end}
+        await call.chunk(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+    if goes_on:
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_stream()
+    elif prompt != "cut":
+        await _cut.wait()
+
+
+_BEHAVIOURS = {"prefill": prefill_ok, "flood": flood, "moody": moody}
+_BEHAVIOURS |= {"computing": computing, "cutting": cutting}
 
 
 async def _serve(behaviour: str, port: int) -> None:
-    kind = EndlessPage if behaviour == ENDLESS_PAGE else EngineServer
+    kind = EndlessPage if behaviour == "endless-page" else EngineServer
     engine = kind(_BEHAVIOURS.get(behaviour, decode_ok), port=port)
-    if behaviour == SILENT_MODELS:
+    if behaviour == "silent-models":
         engine.models = hanging
     async with engine.running():
         await asyncio.Event().wait()

@@ -10,32 +10,35 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.attack.judge import Attack, Victim
+from tests.attack.proxy_attacks import held
 from tests.attack.proxy_victim import (
-    ENDLESS_PAGE,
-    FLOOD,
-    MOODY,
     LiveVictim,
     ProxyVictim,
+    StreamVictim,
     before,
     connected,
     posted,
     proxy,
 )
+from tests.kit.ports import LOOPBACK
 from vllm_commext.proxy.server import raise_limit
 
 MIB = 1 << 20
 SECONDS = 6.0
 OTHER = "127.0.0.2"
 """Attackers' address, so that the limit of one address is theirs alone."""
+PROMPT_BYTES = 200_000  # for which a stand-in engine computes 50 ms
 _LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
-def _again_and_again(victim: Victim, data: bytes, number: int) -> None:
-    """Send *data* on *number* connections for a while, on each when it was answered."""
-    ones = [connected(victim, OTHER) for _ in range(number)]
+def _again_and_again(victim: Victim, data: bytes) -> None:
+    """Send *data* on three connections for a while, on each when it was answered."""
+    ones = [connected(victim, OTHER) for _ in range(3)]
     by_number = {one.fileno(): one for one in ones}
     poller = select.epoll()
     for one in ones:
@@ -74,12 +77,6 @@ def _objects(victim: Victim) -> None:
             with connected(victim, OTHER) as one, suppress(OSError):
                 one.sendall(posted(body))
                 one.recv(1 << 14)
-
-
-def _pages(victim: Victim) -> None:
-    """An engine's metrics page has no end: nothing is to be sent for that."""
-    del victim
-    time.sleep(SECONDS)
 
 
 def _connections(victim: Victim) -> None:
@@ -128,23 +125,34 @@ def _engines(victim: Victim) -> None:
         time.sleep(SECONDS / 3)
 
 
-def _unread_streams(victim: Victim) -> None:
-    """Streams that nobody reads, of an engine that sends as fast as it can."""
-    body = posted({"prompt": "flood", "stream": True})
-    ones = [connected(victim, OTHER) for _ in range(100)]
+def _stream_of(victim: Victim, content: bytes | dict[str, Any]) -> socket.socket:
+    """A stream that has begun."""
+    one = connected(victim, OTHER)
+    one.sendall(posted(content))
+    one.recv(1 << 14)
+    return one
+
+
+def _lost_streams(victim: Victim) -> None:
+    """Streams of long prompts that lose their engines at once, and are computed again."""
+    body = {"prompt": "x" * PROMPT_BYTES, "stream": True}
+    ones = [_stream_of(victim, body) for _ in range(15)]
+    assert isinstance(victim, ProxyVictim)
+    for engine in victim.engines[1:]:
+        with socket.create_connection((LOOPBACK, engine.port), 10) as told:
+            told.sendall(posted({"prompt": "cut all"}))
+            told.recv(1 << 14)
     for one in ones:
-        one.sendall(body)
-    time.sleep(SECONDS)
+        while b"[DONE]" not in one.recv(1 << 14):
+            pass
 
 
-def _given_up(victim: Victim) -> None:
-    """Requests that the decode engine gives up, as one does that ends."""
-    _again_and_again(victim, posted({"prompt": "abort", "max_tokens": 3}), 4)
-
-
-def _failing(victim: Victim) -> None:
-    """Requests that end in an error wherever they are tried."""
-    _again_and_again(victim, posted({"prompt": "fail", "max_tokens": 3}), 4)
+def _white_space(victim: Victim) -> None:
+    """Streams whose bodies are white space, as much as all streams have room for."""
+    body = b'{"stream": true, "prompt": %s"x"}' % (b" " * (31 * MIB))
+    ones = [_stream_of(victim, body) for _ in range(8)]
+    time.sleep(SECONDS / 2)
+    del ones
 
 
 @dataclass
@@ -171,14 +179,21 @@ def by_a_file(folder: Path) -> Iterator[FileVictim]:
         yield FileVictim(victim.proxy, victim.engines, path)
 
 
+_FLOOD = posted({"prompt": "flood", "stream": True})
+_GIVEN_UP, _FAILING = (posted({"prompt": one, "max_tokens": 3}) for one in ("abort", "fail"))
+_CUTTING = {"prefill": "computing", "decode": ["cutting", "cutting"]}
+_before_floods = before(decode=["flood"], kind=LiveVictim)
 ATTACKS = (
-    Attack("preflights", "proxy", before("--max-in-flight", "32"), _preflights),
-    Attack("objects", "proxy", proxy, _objects),
-    Attack("pages", "proxy", before(decode=[ENDLESS_PAGE]), _pages),
-    Attack("connections", "proxy", proxy, _connections, 30.0),
-    Attack("instant", "proxy", before(kind=LiveVictim), _instant, 30.0),
-    Attack("engines", "proxy", by_a_file, _engines),
-    Attack("unread_streams", "proxy", before(decode=[FLOOD], kind=LiveVictim), _unread_streams),
-    Attack("given_up", "proxy", before(decode=[MOODY]), _given_up),
-    Attack("failing", "proxy", before(decode=[MOODY]), _failing),
+    Attack("preflights", before("--max-in-flight", "32"), _preflights),
+    Attack("objects", proxy, _objects),
+    # An engine's metrics page has no end: nothing is to be sent for that.
+    Attack("pages", before(decode=["endless-page"]), held((0, b"", SECONDS))),
+    Attack("connections", proxy, _connections, 30.0),
+    Attack("instant", before(kind=LiveVictim), _instant, 30.0),
+    Attack("engines", by_a_file, _engines),
+    Attack("unread_streams", _before_floods, held((100, _FLOOD, SECONDS))),
+    Attack("given_up", before(decode=["moody"]), partial(_again_and_again, data=_GIVEN_UP)),
+    Attack("failing", before(decode=["moody"]), partial(_again_and_again, data=_FAILING)),
+    Attack("lost_streams", before("--no-affinity", **_CUTTING), _lost_streams),
+    Attack("white_space", before(kind=StreamVictim, **_CUTTING), _white_space, 30.0),
 )

@@ -8,7 +8,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from tests.attack.judge import Attack, Victim
 from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secret
@@ -83,15 +84,6 @@ def _exchange(one: socket.socket, data: bytes, *, reads: bool) -> int:
     return num_bytes
 
 
-def _unfinished_messages(victim: Victim) -> None:
-    _pour(victim, _PART * 50, 8)
-
-
-def _envelopes(victim: Victim) -> None:
-    parts = b"\x01\x010" + _PART * 100 + _message(_DESCRIBE)
-    _pour(victim, parts, 8)
-
-
 def _unfinished_frames(victim: Victim) -> None:
     """As many bytes as may come before a frame is whole, on as many connections as there can be."""
     ones = _connections(victim, 3000)
@@ -120,14 +112,6 @@ def _replaced_questions(victim: Victim) -> None:
     while time.monotonic() < end:
         number += 1
         _send_each(ones, [_find(number * 1000 + one) for one in range(len(ones))])
-
-
-def _unread_answers(victim: Victim) -> None:
-    _pour(victim, _message(_DESCRIBE) * 20, 300, reads=False)
-
-
-def _many_small_frames(victim: Victim) -> None:
-    _pour(victim, _message(b"\xc0") * 500, 100)
 
 
 def _reconnects(victim: Victim) -> None:
@@ -189,22 +173,26 @@ def _doorbell(victim: Victim) -> None:
                         attacker.sendto(said, name)
 
 
-_OPEN_ONLY = (_held_questions, _replaced_questions, _unread_answers)
-_BOTH = (
-    *(_unfinished_messages, _envelopes, _unfinished_frames, _silence, _many_small_frames),
-    _reconnects,
-)
+_ENVELOPES = b"\x01\x010" + _PART * 100 + _message(_DESCRIBE)
+_UNREAD = {"data": _message(_DESCRIBE) * 20, "number": 300, "reads": False}
+_OPEN_ONLY: dict[str, Callable[[Victim], None]] = {
+    **{"held_questions": _held_questions, "replaced_questions": _replaced_questions},
+    "unread_answers": partial(_pour, **_UNREAD),
+}
+_BOTH: dict[str, Callable[[Victim], None]] = {
+    "unfinished_messages": partial(_pour, data=_PART * 50, number=8),
+    "envelopes": partial(_pour, data=_ENVELOPES, number=8),
+    "many_small_frames": partial(_pour, data=_message(b"\xc0") * 500, number=100),
+    **{"unfinished_frames": _unfinished_frames, "silence": _silence, "reconnects": _reconnects},
+}
 ATTACKS = (
     *(
-        Attack(one.__name__[1:], "side channel", side_channel, one, max_growth_mib=MAX_GROWTH_MIB)
-        for one in (*_BOTH, *_OPEN_ONLY)
+        Attack(name, side_channel, one, max_growth_mib=MAX_GROWTH_MIB)
+        for name, one in (_BOTH | _OPEN_ONLY).items()
     ),
-    *(Attack(one.__name__[1:], "host", side_channel, one) for one in (_notifications, _doorbell)),
+    *(Attack(one.__name__[1:], side_channel, one) for one in (_notifications, _doorbell)),
     *(
-        Attack(
-            *(f"{one.__name__[1:]}_secret", "side channel", with_secret, one),
-            max_growth_mib=MAX_GROWTH_MIB,
-        )
-        for one in _BOTH
+        Attack(f"{name}_secret", with_secret, one, max_growth_mib=MAX_GROWTH_MIB)
+        for name, one in _BOTH.items()
     ),
 )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -90,11 +91,8 @@ def side_channel(folder: Path, secret: bytes | None = None) -> Iterator[SideVict
         process.wait()
 
 
-@contextmanager
-def with_secret(folder: Path) -> Iterator[SideVictim]:
-    """The same with a secret, which attackers do not have."""
-    with side_channel(folder, SECRET) as victim:
-        yield victim
+with_secret = partial(side_channel, secret=SECRET)
+"""Which attackers do not have."""
 
 
 def _serve(port: int, secret: bytes | None) -> None:
