@@ -125,9 +125,9 @@ def grouped(
 
 ADAPTIVE = "ordered 12/1000"
 CELLS = (
-    ("2026-11-28_two", "Prompts of 8,000", "2 x H200: 8,000 tokens, 4.5/s"),
-    ("2026-11-28_two", "The mixed load", "2 x H200: mixed, 9/s"),
-    ("2026-11-27_goodput_rounds", "Conversations", "2 x H100: conversations, 2.5/s"),
+    ("2026-11-29_two", "Prompts of 8,000", "2 x H200: 8,000 tokens, 4.5/s"),
+    ("2026-11-29_two", "The mixed load", "2 x H200: mixed, 9/s"),
+    ("2026-11-29_two", "Conversations", "2 x H200: conversations, 2.5/s"),
     ("2026-11-28_four", "Prompts of 8,000", "4 x H200: 8,000 tokens, 7/s"),
     ("2026-11-28_four", "The mixed load", "4 x H200: mixed, 14/s"),
 )
