@@ -64,8 +64,8 @@ class Call:
         self.complete = True
         await self.send(f"{head}\r\n{headers}\r\n".encode() + content)
 
-    async def begin_stream(self) -> None:
-        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+    async def begin_stream(self, kind: str = "text/event-stream; charset=utf-8") -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n"
         await self.send(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
 
     async def chunk(self, data: bytes) -> None:

@@ -340,37 +340,41 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
     assert not stream.is_under_way
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("form", ["stream", "whole", "cut"])
 @pytest.mark.parametrize("cached", [0, 512, None])
-async def test_cached_tokens_are_the_prefill_engines(
-    kit: Any, cached: int | None, streams: bool
-) -> None:
-    """The decode engine tells of what it was sent, as nobody has told it otherwise."""
-    text = 'she said "cached_tokens": 7 twice'
+async def test_cached_tokens_come_from_prefill(kit: Any, cached: int | None, form: str) -> None:
+    """The decode engine tells of what it was sent, and a read may end within what it tells."""
+    text = 'she said "cached_tokens": 7 twice' + " again" * (form == "cut") * 200_000
     details = {"cached_tokens": 520, "created_cache_tokens": 0}
     usage = {"usage": {"prompt_tokens_details": details}}
-    content = json.dumps({"choices": [{"index": 0, "text": text}], **usage})
+    content = json.dumps({"choices": [{"index": 0, "text": text}], **usage}).encode()
+    end, has_read = content.index(b"20, "), asyncio.Event()
+    halves = content[:end], content[end:]
+    pieces = halves if form == "cut" else (b"data: %b\n\n" % content, ANSWER[-1])
 
     async def decoded(call: Any) -> None:
-        if not call.body["stream"]:
-            await call.answer(200, content.encode())
+        if form == "whole":
+            await call.answer(200, content)
             return
-        await call.begin_stream()
-        for event in (content, "[DONE]"):
-            await call.chunk(f"data: {event}\n\n".encode())
+        await call.begin_stream("application/json" if form == "cut" else "text/event-stream")
+        for piece in pieces:
+            await call.chunk(piece)
+            await has_read.wait()
         await call.end_stream()
 
     told = {} if cached is None else {"remote_prefill_cached_tokens": cached}
     async with running(kit) as cluster:
         created = {"prompt_tokens_details": {"created_cache_tokens": 384}}
         cluster.prefill[0].behave = answering(created, **told)
-        cluster.decode[0].behave = decoded
         await ask(cluster)
-        way, answer = await ask(cluster, {**BODY, "stream": streams})
-        assert way == "streamed"
+        cluster.decode[0].behave = decoded
+        async with cluster.post({**BODY, "stream": form == "stream"}) as response:
+            assert response.headers["X-Commext-Path"] == "streamed"
+            answer = await response.content.readexactly(end - 20)
+            has_read.set()
+            answer += await response.read()
         line = answer.split(b"\n")[0].removeprefix(b"data: ")
-        mended = {"cached_tokens": cached, "created_cache_tokens": 384}
-        expected = details if cached is None else mended
+        expected = {"cached_tokens": cached, "created_cache_tokens": 384} if told else details
         assert json.loads(line)["usage"]["prompt_tokens_details"] == expected
         assert json.loads(line)["choices"][0]["text"] == text
 

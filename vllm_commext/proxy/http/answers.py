@@ -23,6 +23,8 @@ _ENVELOPE = frozenset(
 )
 MAX_READ_BYTES = 2 << 20
 _CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)')
+_CUT = re.compile(rb'"(?:c[a-z_]{0,19}(?:"(?::\s*(?:\d*|nu?l?))?)?)?\Z')
+_CUT_BYTES = 64
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
@@ -70,7 +72,8 @@ class EventCutter:
         if not self._held and data.endswith(b"\n\n"):
             return data
         self._held += data
-        end = _end_of_last_event(self._held)
+        ends = (self._held.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in self._held)
+        end = max(ends, default=0)
         if end == 0 and len(self._held) > self._max_held_bytes:
             end = len(self._held)
         ready = bytes(self._held[:end])
@@ -81,11 +84,6 @@ class EventCutter:
         rest = bytes(self._held)
         self._held.clear()
         return rest
-
-
-def _end_of_last_event(held: bytearray) -> int:
-    ends = (held.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in held)
-    return max(ends, default=0)
 
 
 def error_event(error: Mapping[str, Any]) -> bytes:
@@ -102,6 +100,12 @@ def with_cached_tokens(events: bytes, cached: Cached) -> bytes:
         return found[0] if number is None else b"%b%d" % (found[1], number)
 
     return _CACHED.sub(mended, events)
+
+
+def num_whole(piece: bytes) -> int:
+    """Bytes of a piece of an answer without cached tokens that its end may cut."""
+    cut = None if piece.endswith(b"\n") else _CUT.search(piece, len(piece) - _CUT_BYTES)
+    return len(piece) if cut is None else cut.start()
 
 
 def num_tokens(piece: bytes) -> int:

@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client import Histogram
 
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.http.answers import DONE, error_event, with_cached_tokens
+from vllm_commext.proxy.http.answers import DONE, error_event, num_whole, with_cached_tokens
 from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError, Resume
 from vllm_commext.proxy.session.response import (
@@ -117,14 +117,10 @@ class Relay:
 
     async def send(self, opened: Opened) -> End:
         """Send an engine's answer as far as it comes. Raises `ClientGoneError`."""
-        engine, self._leaves = opened.engine, False
-        idle_seconds = min(
-            self._config.decode_idle_timeout_seconds, self._config.decode_timeout_seconds
-        )
+        engine, config, self._leaves = opened.engine, self._config, False
+        idle_seconds = min(config.decode_idle_timeout_seconds, config.decode_timeout_seconds)
         try:
-            with StreamWatch(
-                engine.on_lost, idle_seconds, self._config.client_timeout_seconds
-            ) as watch:
+            with StreamWatch(engine.on_lost, idle_seconds, config.client_timeout_seconds) as watch:
                 self._watch = watch
                 await self._pass_on(opened, watch)
         except (TimeoutError, aiohttp.ClientError, OSError, EngineLostError) as error:
@@ -139,7 +135,7 @@ class Relay:
             return Left()
         except ClientStalledError as error:
             cut(self._request)
-            seconds = self._config.client_timeout_seconds
+            seconds = config.client_timeout_seconds
             raise ClientGoneError(f"the client took no data for {seconds} s") from error
         except Exception:
             logger.exception("unexpected error in the midst of an answer")
@@ -163,9 +159,9 @@ class Relay:
         cached_tokens = opened.cached_tokens
         on_gap, transcript = self._gaps.labels(opened.engine.name).observe, self._transcript
         await response.prepare(self._request)
-        ready, is_open = opened.first, True
+        ready, held, is_open = opened.first, b"", True
         arrived = watch.since
-        while is_open or ready:
+        while is_open or ready or held:
             if transcript is not None:
                 if len(ready) > BULK_BYTES:  # takes milliseconds: others go on in between
                     async with self._bulk:
@@ -174,7 +170,9 @@ class Relay:
                 else:
                     ready = transcript.pass_on(ready)
             if cached_tokens is not None:
-                ready = with_cached_tokens(ready, cached_tokens)
+                ready = held + ready
+                end = num_whole(ready) if is_open else len(ready)
+                ready, held = with_cached_tokens(ready[:end], cached_tokens), ready[end:]
             if ready:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
@@ -205,7 +203,8 @@ class Relay:
     ) -> Resume | None:
         """Read until another engine has repeated what the client has; why it cannot go on, or
         None."""
-        unread = opened.first
+        unread, engine = opened.first, opened.engine
+        seconds = self._config.decode_idle_timeout_seconds
         while opened.cutter is not None:
             trial.pass_on(unread)
             if trial.has_failed or trial.refusal is not None:
@@ -214,17 +213,14 @@ class Relay:
                 return None
             if not may_begin_anew:
                 return Resume.ANEW
-            if not (piece := await self._read(opened)):
+            with failures_of(engine, seconds, self._losses), Deadline(seconds, engine.on_lost):
+                piece = await opened.response.content.readany()
+            if not piece:
                 break
             opened.note(piece, time.monotonic())
             unread = opened.cutter.feed(piece)
             opened.first += unread
         return Resume.FAILED
-
-    async def _read(self, opened: Opened) -> bytes:
-        engine, seconds = opened.engine, self._config.decode_idle_timeout_seconds
-        with failures_of(engine, seconds, self._losses), Deadline(seconds, engine.on_lost):
-            return await opened.response.content.readany()
 
     async def end_broken(self, opened: Opened, failure: ProxyError) -> None:
         """Tell the client of *failure*, after the status line."""
@@ -250,7 +246,6 @@ def response_to(opened: Opened, extra_headers: Mapping[str, str]) -> web.StreamR
         if name.lower() not in _NOT_PASSED_ON:
             response.headers.add(name, value)
     response.headers.update(extra_headers)
-    has_length = opened.cutter is None and opened.cached_tokens is None
-    if has_length:  # a stream may get an event more than was announced
+    if opened.cutter is None and opened.cached_tokens is None:  # others may get more or less
         response.content_length = upstream.content_length
     return response
