@@ -381,6 +381,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], Resume | None]] = {
     "another endpoint": ("/v1/responses", {}, Resume.ENDPOINT),
     "several prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, Resume.SAMPLES),
     "ids are asked for in another way": (CHAT, {"return_token_ids": "yes"}, Resume.NOT_TOLD),
+    "versions of weights": (CHAT, {"return_weight_versions": True}, Resume.NOT_TOLD),
 }
 
 

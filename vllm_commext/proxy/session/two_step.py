@@ -228,7 +228,7 @@ def refusal(
     if body.get("echo"):
         return Resume.ECHO
     is_known = body.get("return_token_ids") in (None, False, True)
-    return None if is_known else Resume.NOT_TOLD
+    return None if is_known and not body.get("return_weight_versions") else Resume.NOT_TOLD
 
 
 class Asked:
