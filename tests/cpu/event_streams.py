@@ -23,7 +23,7 @@ NUM_TRIES = 400
 # What one event has of its tokens, of which it may hold one or several.
 _TEXTS = ("content", "reasoning", "text")
 _LISTS = ("token_ids", "tool_calls", "prompt_token_ids")
-_MARK = re.compile("</?think>")
+_MARK = re.compile("\ufffd*(</?think>|\\Z)")
 _numbers = count()
 
 
@@ -60,8 +60,7 @@ def told(server: Server, path: str, body: Mapping[str, Any], request_id: str = "
     with asked(server, path, body, request_id or uuid.uuid4().hex) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        way = answer.headers.get("X-Commext-Path", "")
-        return Told(way, answer.read())
+        return Told(answer.headers.get("X-Commext-Path", ""), answer.read())
 
 
 def canonical(stream: Told) -> dict[str, Any]:
@@ -86,7 +85,8 @@ def canonical(stream: Told) -> dict[str, Any]:
             _take_apart(choice, said)
         if content.get("usage"):
             usage = content["usage"]
-            said["usage"].append(usage["completion_tokens"])
+            counts = usage.get("completion_tokens_details") or {}
+            said["usage"].append((usage["completion_tokens"], counts.pop("reasoning_tokens", 0)))
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
             usage["completion_tokens"] = usage["total_tokens"] = 0
         frame = _written(content)
@@ -101,10 +101,8 @@ def canonical(stream: Told) -> dict[str, Any]:
 
 
 def _is_in_the_middle(content: Mapping[str, Any]) -> bool:
-    choices = content["choices"]
-    return bool(choices) and not any(
-        choice.get("finish_reason") or choice.get("delta") for choice in choices
-    )
+    more = [choice.get("finish_reason") or choice.get("delta") for choice in content["choices"]]
+    return bool(more) and not any(more)
 
 
 def tokens_and_first(stream: Told) -> dict[str, Any]:
@@ -114,13 +112,11 @@ def tokens_and_first(stream: Told) -> dict[str, Any]:
     return {**whole, **{name: whole[name][:1] for name in _TEXTS}, "tool_calls": []}
 
 
-def tokens_and_letters(stream: Told) -> dict[str, Any]:
-    """What a chat tells whatever its reasoning parser makes of events that were merged, as they are
-    where they are taken slowly: all but the texts, and the letters of all fields together, without
-    those of marks, which such a parser leaves in the midst of a merged text."""
+def tokens_and_words(stream: Told) -> dict[str, Any]:
+    """What a chat tells but for marks, which its reasoning parser leaves in the midst of events
+    that were merged, as they are where they are taken slowly, and half a character before one."""
     whole = canonical(stream)
-    texts = "".join(_MARK.sub("", whole[name]) for name in _TEXTS)
-    return {**whole, **dict.fromkeys(_TEXTS, sorted(texts))}
+    return {**whole, **{name: _MARK.sub("", whole[name]) for name in _TEXTS}}
 
 
 def _written(content: Mapping[str, Any]) -> bytes:
