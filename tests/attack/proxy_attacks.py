@@ -17,7 +17,9 @@ MIB = 1 << 20
 
 def _large_bodies(victim: Victim, parts: Sequence[bytes]) -> None:
     for part in parts:
-        _post(victim, part[: 30 * MIB])
+        with connected(victim) as attacker, suppress(OSError):
+            attacker.sendall(posted(part[: 30 * MIB]))
+            attacker.recv(1 << 16)
 
 
 def _many_members(victim: Victim) -> None:
@@ -59,12 +61,6 @@ def held(*many: Any) -> Callable[[Victim], None]:
             _many(victim, *one)
 
     return assault
-
-
-def _post(victim: Victim, content: Any) -> None:
-    with connected(victim) as attacker, suppress(OSError):
-        attacker.sendall(posted(content))
-        attacker.recv(1 << 16)
 
 
 _ASKED = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 50

@@ -17,13 +17,7 @@ from typing import Any
 from tests.attack.judge import Victim, soft_limit
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import ProxyServer, Server
-from tests.unit.proxy.conftest import (
-    Call,
-    EngineServer,
-    decode_ok,
-    hanging,
-    prefill_ok,
-)
+from tests.unit.proxy.conftest import Call, EngineServer, decode_ok, hanging, prefill_ok
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.attack.judge import Attack, Victim
-from tests.attack.proxy_attacks import held
+from tests.attack.proxy_attacks import MIB, held
 from tests.attack.proxy_victim import (
     LiveVictim,
     ProxyVictim,
@@ -28,7 +28,6 @@ from tests.attack.proxy_victim import (
 from tests.kit.ports import LOOPBACK
 from vllm_commext.proxy.server import raise_limit
 
-MIB = 1 << 20
 SECONDS = 6.0
 OTHER = "127.0.0.2"
 """Attackers' address, so that the limit of one address is theirs alone."""
@@ -39,19 +38,16 @@ _LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 def _again_and_again(victim: Victim, data: bytes) -> None:
     """Send *data* on three connections for a while, on each when it was answered."""
     ones = [connected(victim, OTHER) for _ in range(3)]
-    by_number = {one.fileno(): one for one in ones}
-    poller = select.epoll()
     for one in ones:
         one.sendall(data)
-        poller.register(one, select.EPOLLIN)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        for place, _ in poller.poll(0.1):
+        for one in select.select(ones, [], [], 0.1)[0]:
             with suppress(OSError):
-                if by_number[place].recv(1 << 16):
-                    by_number[place].sendall(data)
+                if one.recv(1 << 16):
+                    one.sendall(data)
                 else:
-                    poller.unregister(place)
+                    ones.remove(one)
 
 
 def _preflights(victim: Victim) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -12,8 +13,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from tests.attack.judge import Attack, Victim
-from tests.attack.side_victim import ENGINE, SideVictim, side_channel, with_secret
+from tests.attack.side_victim import ENGINE, SECRET, SideVictim, StepVictim, layout_of, side_channel
+from tests.kit.descriptions import description
 from tests.kit.ports import LOOPBACK
+from tests.unit.nixl.test_reuse_table import BLOCK
+from vllm_commext.nixl.reuse import chain
 from vllm_commext.nixl.wire import messages as wire
 from vllm_commext.nixl.wire import zmtp
 from vllm_commext.nixl.wire.messages import Released
@@ -84,18 +88,11 @@ def _exchange(one: socket.socket, data: bytes, *, reads: bool) -> int:
     return num_bytes
 
 
-def _unfinished_frames(victim: Victim) -> None:
-    """As many bytes as may come before a frame is whole, on as many connections as there can be."""
-    ones = _connections(victim, 3000)
-    part = bytes([2]) + struct.pack(">Q", wire.MAX_REQUEST_BYTES) + b"x" * 4000
-    _send_each(ones, [part])
+def _kept(victim: Victim, data: bytes) -> None:
+    """As many connections as there can be, with so many bytes on each, or not even a greeting."""
+    ones = _connections(victim, 3000, opens=bool(data))
+    _send_each(ones, itertools.repeat(data))
     time.sleep(SECONDS)
-
-
-def _silence(victim: Victim) -> None:
-    ones = _connections(victim, 3000, opens=False)
-    time.sleep(SECONDS)
-    del ones
 
 
 def _held_questions(victim: Victim) -> None:
@@ -124,10 +121,9 @@ def _reconnects(victim: Victim) -> None:
 
 
 def _send_each(ones: list[socket.socket], messages: Iterable[bytes]) -> None:
-    wanted = list(messages)
-    for number, one in enumerate(ones):
+    for one, message in zip(ones, messages, strict=False):
         with contextlib.suppress(OSError):
-            one.send(wanted[number % len(wanted)])
+            one.send(message)
 
 
 def _notifications(victim: Victim) -> None:
@@ -153,6 +149,21 @@ def _notifications(victim: Victim) -> None:
             agent.notify(name, wire.encode(told))
 
 
+def _block_questions(victim: Victim) -> None:
+    """Beside many requests that begin at once, whose blocks are to be put on offer."""
+    assert isinstance(victim, StepVictim)
+    victim.honest(b"none")
+    names = b"".join(chain(b"63", [63] * 4000, BLOCK))
+    _pour(victim, _message(wire.encode(wire.FindBlocks(hashes=names))) * 20, 8)
+
+
+def _countless_cells(victim: Victim) -> None:
+    """A peer's description by whose numbers a plan would be huge."""
+    assert isinstance(victim, StepVictim)
+    for _ in range(20):
+        victim.honest(description("p", layout=layout_of(1 << 15)))
+
+
 def _doorbell(victim: Victim) -> None:
     """Another user of the host: finds it, closes it, fills it."""
     assert isinstance(victim, SideVictim)
@@ -174,6 +185,7 @@ def _doorbell(victim: Victim) -> None:
 
 
 _ENVELOPES = b"\x01\x010" + _PART * 100 + _message(_DESCRIBE)
+_UNFINISHED = bytes([2]) + struct.pack(">Q", wire.MAX_REQUEST_BYTES) + b"x" * 4000
 _UNREAD = {"data": _message(_DESCRIBE) * 20, "number": 300, "reads": False}
 _OPEN_ONLY: dict[str, Callable[[Victim], None]] = {
     **{"held_questions": _held_questions, "replaced_questions": _replaced_questions},
@@ -183,16 +195,14 @@ _BOTH: dict[str, Callable[[Victim], None]] = {
     "unfinished_messages": partial(_pour, data=_PART * 50, number=8),
     "envelopes": partial(_pour, data=_ENVELOPES, number=8),
     "many_small_frames": partial(_pour, data=_message(b"\xc0") * 500, number=100),
-    **{"unfinished_frames": _unfinished_frames, "silence": _silence, "reconnects": _reconnects},
+    "unfinished_frames": partial(_kept, data=_UNFINISHED),
+    **{"silence": partial(_kept, data=b""), "reconnects": _reconnects},
 }
+_attack = partial(Attack, max_growth_mib=MAX_GROWTH_MIB)
+_secret, _steps = partial(side_channel, secret=SECRET), partial(side_channel, kind=StepVictim)
 ATTACKS = (
-    *(
-        Attack(name, side_channel, one, max_growth_mib=MAX_GROWTH_MIB)
-        for name, one in (_BOTH | _OPEN_ONLY).items()
-    ),
+    *(_attack(name, side_channel, one) for name, one in (_BOTH | _OPEN_ONLY).items()),
     *(Attack(one.__name__[1:], side_channel, one) for one in (_notifications, _doorbell)),
-    *(
-        Attack(f"{name}_secret", with_secret, one, max_growth_mib=MAX_GROWTH_MIB)
-        for name, one in _BOTH.items()
-    ),
+    *(Attack(one.__name__[1:], _steps, one) for one in (_block_questions, _countless_cells)),
+    *(_attack(f"{name}_secret", _secret, one) for name, one in _BOTH.items()),
 )

@@ -121,15 +121,6 @@ def test_more_than_any_request_has_is_refused_early(raw: bytes, message: str) ->
         run(members_of(bytearray(raw)))
 
 
-async def test_announced_bodies_take_nothing_from_others(kit: Any) -> None:
-    async with kit.cluster(max_buffered_bytes=64 * MIB, max_in_flight=4) as cluster:
-        waiting = [await Stranger.of(cluster, head(32 * MIB)) for _ in range(20)]
-        await asyncio.sleep(0.1)
-        await served(cluster)
-        assert len(waiting) == 20
-        assert (cluster.proxy.budget.held_bytes, cluster.proxy.num_in_flight) == (0, 0)
-
-
 async def test_large_bodies_leave_room_for_small_ones(kit: Any) -> None:
     async with kit.cluster(max_buffered_bytes=8 * MIB) as cluster:
         part = head(4 * MIB) + b" " * (3 * MIB)

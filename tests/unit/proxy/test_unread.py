@@ -145,18 +145,6 @@ def calls_of(engines: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
-async def test_a_request_that_loses_an_engine_in_each_step_is_served_by_others(
-    kit: Any, body: Any
-) -> None:
-    """As where the host of both is lost."""
-    async with kit.cluster(num_prefill=3, num_decode=2, affinity=False) as cluster:
-        cluster.prefill[0].behave = cluster.decode[0].behave = kit.dropping
-        assert (await cluster.ask(body)).status == 200
-        assert [len(one.calls) for one in cluster.prefill] == [1, 1, 1]
-        assert [len(one.calls) for one in cluster.decode] == [1, 1]
-
-
-@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
 @pytest.mark.parametrize("ending", ["lost", "dead"])
 @pytest.mark.parametrize(
     ("prefill", "decode", "num_prefill", "num_decode"),
