@@ -21,8 +21,8 @@ from tests.unit.proxy.conftest import Call, EngineServer, decode_ok, hanging, pr
 
 BOUND_SECONDS = 30.0
 HONEST = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 3}).encode()
-# Its own, and connections to engines that are kept for a moment.
-_OWN_DESCRIPTORS = 40
+_OWN_DESCRIPTORS, _KEPT = 40, {"keep_alive_seconds": 2.0}
+"""Connections to engines are kept for up to twice as long, which is less than judges wait."""
 _GIVEN_UP = b'{"choices": [{"text": "w", "finish_reason": "abort"}]}'
 _PAGE = b'vllm:other{engine="0"} 1.0\n' * 2000
 _EVENTS = b'data: {"choices": [{"text": "w"}]}\n\n' * 500
@@ -121,7 +121,7 @@ def proxy(
     with ExitStack() as stack:
         engines = [stack.enter_context(_engine(folder, name)) for name in (prefill, *decode)]
         first, *others = [engine.url for engine in engines]
-        server = ProxyServer("proxy", [first], others, folder, args=options)
+        server = ProxyServer("proxy", [first], others, folder, args=options, values=_KEPT)
         with soft_limit():
             stack.enter_context(server)
         yield kind(server, engines)

@@ -39,7 +39,7 @@ def _find(number: int) -> bytes:
 
 def _connect(victim: Victim, *, opens: bool = True) -> socket.socket:
     assert isinstance(victim, SideVictim)
-    made = socket.create_connection((LOOPBACK, victim.port), timeout=5.0)
+    made = socket.create_connection((LOOPBACK, victim.port), 5.0, ("127.0.0.2", 0))
     if opens:
         made.sendall(zmtp.opening(zmtp.DEALER))
     made.setblocking(False)
