@@ -333,6 +333,10 @@ class Engine:
         self.capabilities = replace(self.capabilities, is_known=False)
 
     def lose(self) -> None:
+        """Give up all its requests, and give it none until a check passes."""
+        if self.healthy:
+            self.failed_check(1, "it has answered no check for too long")
+            logger.warning("%s (%s) is now unhealthy: %s", self.name, self.url, self.detail)
         for called in tuple(self.on_lost):
             called()
 
