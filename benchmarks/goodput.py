@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     add("--warm-up-seconds", type=float, default=8.0)
     add("--budget-seconds", type=float, default=float("inf"))
     add("--seed", type=int, default=1)
-    add("--cpu", action="store_true", help="two tiny servers, as where there is no GPU")
+    add("--cpu", action="store_true", help="tiny servers on CPUs, one for each of --gpus, or two")
     add("--gpus", nargs="+", help="default: all")
     add("--prefills", type=int, nargs="+", help="a fixed way for each, that many prefill; or half")
     add(
@@ -136,7 +136,7 @@ def setup_of(args: argparse.Namespace, folder: Path) -> Setup:
 
 def places_of(args: argparse.Namespace, num_sets: int) -> Places:
     return Places(
-        ["", ""] if args.device == "cpu" else args.gpus or gpus_here(),
+        args.gpus or (["", ""] if args.device == "cpu" else gpus_here()),
         args.gpu_memory or 0.9 / num_sets,
         int(args.kv_gib * (1 << 30)),
         args.connector_extra,
@@ -253,7 +253,7 @@ def main() -> int:
     made = contestants.known(made)
     if not made:
         raise SystemExit("no contestant is left")
-    num_gpus = 2 if args.device == "cpu" else len(args.gpus or gpus_here())
+    num_gpus = len(args.gpus or (["", ""] if args.device == "cpu" else gpus_here()))
     about = {
         "machine": machine("nixl", "torch", cuda=args.device == "cuda"),
         "GPUs": num_gpus,
