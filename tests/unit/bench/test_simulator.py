@@ -32,7 +32,7 @@ def test_many_engines_share_answers(num: int, tpot: float, rate: float, least: f
     a half in time, if the others do not take from these."""
     limits, hardware = Limits(tpot, 1.0), [Hardware()] * num
     shares: list[float] = []
-    for seed in (1, 2, 3):
+    for seed in range(1, 11):
         arrivals = WORKLOADS["document"](rate, 16.0, seed)
         requests = Simulation(hardware, arrivals, Adaptive(hardware, limits)).run()
         later = [one for one in requests if one.arrival.at > 6.0]
