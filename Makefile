@@ -45,7 +45,7 @@ help: ## List the targets
 demo: env ## vllm-commext serve with a pretrained model, beside one server: an engine killed, one drained; SHOW=1 leaves it running
 	$(BIN)/python -m tests.kit.demo $(if $(filter-out 0,$(SHOW)),--show)
 
-test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; seven to thirteen minutes on two cores
+test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; three to thirteen minutes on two cores
 	@rm -f $(REPORTS)
 	@$(MAKE) --jobs 3 servers pure checked; status=$$?; \
 		$(BIN)/python tools/test_times.py $(BEGAN) $(REPORTS); exit $$status
