@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-LOAD = "--rate 2 --seconds 3 --rounds 1 --warm-up 1 --workload short --scale 0.05"
-LIMITS = "--tpot-ms 20000 --ttft-ms 20000"
+LOAD = "--rate 2 --seconds 3 --rounds 1 --workload short --scale 0.05 --tpot-ms 9e3 --ttft-ms 9e4"
 
 
 @pytest.mark.long
 def test_each_way_to_use_two_engines_answers_all(model: Path) -> None:
     command = [sys.executable, "-m", "vllm_commext", "bench", "--shapes", str(model)]
-    command += ["--engines", "2", *LOAD.split(), *LIMITS.split(), "--", "--max-model-len", "256"]
+    command += ["--engines", "2", *LOAD.split(), "--", "--max-model-len", "256"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"^\| 2 x TP 1, (\w+) \| .* \| 0 of [1-9]\d* \|$", done.stdout, re.MULTILINE)

@@ -66,10 +66,16 @@ async def test_without_any_decode_engine_the_request_fails_and_health_says_so(
 async def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, step: str) -> None:
     async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
         server = getattr(cluster, step)[0]
-        server.behave = kit.dropping
-        await cluster.ask(BODY)
         (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
-        assert engine.usable
+
+        suspected: list[bool] = []
+
+        async def drop(_: Any) -> None:
+            suspected.append(engine.suspected)
+
+        server.behave = drop
+        await cluster.ask(BODY)
+        assert (engine.usable, any(suspected)) == (True, False)
         await kit.until(lambda: not engine.suspected, "the check that clears it")
         server.behave = kit.prefill_ok if step == "prefill" else kit.decode_ok
         async with cluster.post(BODY) as response:

@@ -360,19 +360,24 @@ class Upstream:
         self, pool: EnginePool, payload: Payload, tried: Sequence[Engine], wait_seconds: float
     ) -> tuple[Engine, int] | None:
         """An engine not tried yet, and the tokens it holds. A role without any gets *wait_seconds*:
-        an engine is back before its next check."""
+        an engine is back before its next check. So does a request that has lost one, until it is
+        known which engine that leaves."""
         end = time.monotonic() + wait_seconds
         planned = payload.plan.engine(pool.role) if payload.plan is not None else None
         others = [one for one in pool.engines if payload.only not in (None, one)]
         chosen: tuple[Engine, int] | None = None
         if planned is not None and planned.usable and planned not in tried:
             chosen = planned, planned.memory.held_tokens(payload.prefix)
-        while chosen is None:
-            chosen = pool.choose([*tried, *others], payload.prefix)
-            if chosen is None:
-                if time.monotonic() >= end:
-                    return None
-                await asyncio.sleep(PICK_INTERVAL_SECONDS)
+        has_lost = bool(payload.losses.engines)
+        while True:
+            chosen = chosen or pool.choose([*tried, *others], payload.prefix)
+            is_known = chosen is not None and not (has_lost and chosen[0].suspected)
+            if is_known or time.monotonic() >= end:
+                break
+            chosen = None
+            await asyncio.sleep(PICK_INTERVAL_SECONDS)
+        if chosen is None:
+            return None
         self.metrics.steps.note_held(pool.role, chosen[1], payload.tokens - chosen[1])
         return chosen
 
