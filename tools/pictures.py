@@ -214,7 +214,7 @@ def one_request() -> Svg:
 
 PANELS = ("memory, MiB", "descriptors", "threads", "milliseconds in five minutes")
 SOAK_COLORS = (*COLORS, "#7d4fb5")
-SETTLES = 900.0
+SETTLES = 1800.0
 
 
 def growth(points: Sequence[tuple[float, float]]) -> str:
