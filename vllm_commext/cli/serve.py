@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from vllm_commext.errors import ConfigError
@@ -21,6 +22,7 @@ EPILOG = """examples, two engines on a GPU each, and two on CPUs:
   vllm-commext serve MODEL --engines 2 -- --max-model-len 4096
 what comes after -- goes to each vllm serve"""
 NUM_CPU_ENGINES = 2
+say = partial(print, flush=True)
 LONGEST_PATH = 45
 """Bytes of a folder of sockets' parent: a socket's path has 107 at most, with a name of 37."""
 
@@ -110,9 +112,6 @@ def _log_folder(given: Path | None, folder: Path) -> Path:
 def _serve(request: Request, folder: Path, logs: Path) -> int:
     from vllm_commext.serve.supervisor import Supervisor  # aiohttp, an extra that was checked
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
     with closing(checks.free_ports()) as ports:
         commands = plan.commands(request, folder, ports, os.environ)
     url, token = commands[-1].url, secrets.token_urlsafe(18)
@@ -126,7 +125,7 @@ def _serve(request: Request, folder: Path, logs: Path) -> int:
         say(f"serving {request.served_name} at {url}/v1; try it:\n  {example}")
         say(f"to watch it in a browser: {commands[-1].admin_url}/#{token}")
 
-    status = asyncio.run(Supervisor(commands, logs, say, on_ready).run())
+    status = asyncio.run(Supervisor(commands[:-1], commands[-1:], logs, say, on_ready).run())
     if status == 0 and logs.parent == folder.parent and logs.name.startswith(folder.name):
         shutil.rmtree(logs, ignore_errors=True)
     return status

@@ -48,17 +48,14 @@ async def _play(
     they do not start."""
     from vllm_commext.serve.supervisor import StartError, Supervisor
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
     logs.mkdir()
     with closing(checks.free_ports()) as ports:
         engines, proxies = plan.shapes(request, folder, ports, os.environ)
     each = f"{len(engines)} x TP {request.tp}, "
     urls = {each + one.name: one.url for one in proxies}
-    say(f"{each}logs: {logs}")
+    serve.say(f"{each}logs: {logs}")
     ready = asyncio.Event()
-    supervisor = Supervisor([*engines, *proxies], logs, say, ready.set)
+    supervisor = Supervisor(engines, proxies, logs, serve.say, ready.set)
     serving = asyncio.create_task(supervisor.run())
     playing = asyncio.create_task(_played(args, ready, urls))
     await asyncio.wait((serving, playing), return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +65,7 @@ async def _play(
         supervisor.ask_to_end()
     end, found = await asyncio.gather(serving, playing, return_exceptions=True)
     if isinstance(end, StartError) or end == 1:
-        say(f"{each}left out: {end if isinstance(end, StartError) else 'no engine is left'}")
+        serve.say(f"{each}left out: {end if isinstance(end, StartError) else 'no engine is left'}")
         return []
     if isinstance(end, BaseException):
         raise end

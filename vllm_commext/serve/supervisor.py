@@ -90,17 +90,22 @@ class Member:
 
 
 class Supervisor:
-    """Runs the members of a plan, whose last one is the proxy. *logs*: the folder of their logs.
-    *on_ready*: called once all of them serve."""
+    """Runs engines and the proxies in front of them. *logs*: the folder of their logs. *on_ready*:
+    called once all of them serve."""
 
     def __init__(
         self,
-        commands: Sequence[Command],
+        engines: Sequence[Command],
+        proxies: Sequence[Command],
         logs: Path,
         say: Callable[[str], None],
         on_ready: Callable[[], None],
     ) -> None:
-        self.members = [Member(one, logs / f"{one.name}.log", say) for one in commands]
+        self._engines, self._proxies = (
+            [Member(one, logs / f"{one.name}.log", say) for one in commands]
+            for commands in (engines, proxies)
+        )
+        self.members = [*self._engines, *self._proxies]
         self._say, self._on_ready = say, on_ready
         self._answers: dict[str, bool] = {}
         self._asked_to_end = 0
@@ -132,7 +137,7 @@ class Supervisor:
             if not was_ready and all(member.is_ready for member in self.members):
                 was_ready = True
                 self._on_ready()
-            if all(member.is_given_up for member in self.members[:-1]):
+            if all(member.is_given_up for member in self._engines):
                 self._say("no engine is left: stopping")
                 return 1
             await self._sleep(LOOK_SECONDS)
@@ -160,10 +165,9 @@ class Supervisor:
             self._say("stopping when running requests have ended; Ctrl-C again stops at once")
 
     async def _end(self) -> None:
-        """End the proxy, which waits for its requests, then the engines, and what is left."""
-        *engines, proxy = self.members
-        await self._end_some([proxy], DRAIN_SECONDS)
-        await self._end_some(engines, END_SECONDS)
+        """End the proxies, which wait for their requests, then the engines, and what is left."""
+        await self._end_some(self._proxies, DRAIN_SECONDS)
+        await self._end_some(self._engines, END_SECONDS)
         self._say("stopped")
 
     async def _end_some(self, members: Sequence[Member], seconds: float) -> None:
