@@ -1,5 +1,5 @@
-"""What a request passes before it is served: API keys, and bounds on its body in time, in bytes,
-and in the bytes of all bodies. Errors as answers; preflights and the access log."""
+"""Checks of a request before it is served: API keys, and bounds on its body in time, in bytes, and
+in the bytes of all bodies. Also turns errors into answers, answers preflights and logs access."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""What engines answer: whole, or as server-sent events."""
+"""Reads engines' answers, which come whole or as server-sent events."""
 
 import json
 import re

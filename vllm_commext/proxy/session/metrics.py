@@ -36,7 +36,7 @@ class _Registry(CollectorRegistry):
 
 
 class StepMetrics:
-    """Of what engines are asked."""
+    """Counts of the steps that engines are asked for."""
 
     def __init__(self, of: _Registry) -> None:
         text = "Attempts on another engine after a failure, by role."
@@ -80,7 +80,7 @@ class WayMetrics:
 
 
 class AnswerMetrics:
-    """Of what becomes of answers."""
+    """Counts of how answers went on and ended."""
 
     def __init__(self, of: _Registry) -> None:
         text = "Requests retried from the start because decode failed before the first token."

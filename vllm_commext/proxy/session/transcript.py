@@ -180,8 +180,8 @@ class Replay:
 
 
 class _Told:
-    """What a client has been told. pieces: tokens of each event. end: the reason for the end.
-    num_bytes: of all that is kept."""
+    """The text and tokens that a client has. pieces: tokens of each event. end: the reason for the
+    end. num_bytes: size of all that is kept."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes, self.has_usage = num_bytes, False
@@ -254,7 +254,7 @@ class _Unread:
         return event[: first - 1] + b"null" + event[last + 1 :] if hides_ids else event
 
     def read(self) -> tuple[_Choice, list[int]]:
-        """What these events say, and the tokens of each. Raises `ValueError`."""
+        """Return the text of these events, and how many tokens each has. Raises `ValueError`."""
         text = b'{"text":"%b","pieces":[%b]}' % (self.text, self.ids[:-1])
         passed = _PASSED.decode(text)
         choice = _Choice(token_ids=[token for piece in passed.pieces for token in piece])
