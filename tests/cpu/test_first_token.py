@@ -57,13 +57,14 @@ MARKUP = ("Ġ</", "</", "think", "<think>", "</think>", "<ifm|think>", "</ifm|th
 """Tokens that such parsers look for, in the place of control characters."""
 
 
-def with_markup(model: Path, folder: Path) -> Path:
-    """The same model with another tokenizer."""
+def with_markup(model: Path, folder: Path, unspoken: str = "") -> Path:
+    """The same model with another tokenizer, where one token is beyond those that it may say."""
     shutil.copytree(model, folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     places = {place: token for token, place in content["model"]["vocab"].items()}
-    places.update(enumerate(MARKUP))
+    places.update(enumerate(one for one in MARKUP if one != unspoken))
+    places.update({len(places): unspoken} if unspoken else {})
     content["model"]["vocab"] = {token: place for place, token in places.items()}
     file.write_text(json.dumps(content))
     return folder

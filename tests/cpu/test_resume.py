@@ -133,7 +133,8 @@ def servers(
 ) -> Iterator[Servers]:
     kind, reuses, does = request.param
     folder = tmp_path_factory.mktemp(kind)
-    model = with_markup(write_tiny_model(folder / kind, kind), folder / "model")
+    # Where a slow reader's events are merged, vLLM's parser drops the text before this token.
+    model = with_markup(write_tiny_model(folder / kind, kind), folder / "model", "<think>")
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = [*KINDS[kind].cpu_options, "--chat-template", str(template)]
@@ -186,10 +187,6 @@ class Asked:
             return Told("", raw + b"".join(pieces))
 
 
-def goes_on(name: str) -> bool:
-    return ASKED[name][2]
-
-
 @pytest.mark.parametrize("moves", [True, False], ids=["moved", "not moved"])
 @pytest.mark.long
 def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> None:
@@ -230,14 +227,14 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     num_more = left.total(ENDED, finished_reason="length") - (len(names) - num_moved)
     assert 0 <= num_more <= num_moved  # until it is let go, the first one goes on with those
     assert took.total(ENDED, finished_reason="length") >= num_moved
-    num_read = sum(map(goes_on, gone)) * servers.reuses
+    num_read = sum(ASKED[name][2] for name in gone) * servers.reuses
     took = wait_for_added(servers.second.url, before["second"], REUSED, at_least=num_read)
     assert took.total(REUSED) >= num_read
     assert servers.reuses or not took.total(REUSED)
     if moves:
         assert results.keys() <= {Resume.RESUMED, Resume.DIFFERS, Resume.ENDING}
         # What is begun anew may end first.
-        sure = {name for name in names if ASKED[name][0] == COMPLETIONS and goes_on(name)}
+        sure = {name for name in names if ASKED[name][0] == COMPLETIONS and ASKED[name][2]}
         assert gone >= sure, results
     else:
         assert results == {Resume.OFF: len(names)}
@@ -273,7 +270,7 @@ def test_answers_go_on_at_another_server(servers: Servers) -> None:
     assert page.total(RESUMES, result="resumed") == page.total(RESUMES) == len(names)
     wait_for_added(servers.second.url, before, FIRST_TOKENS, at_least=len(names))
     added = scrape(servers.second.url).minus(before)
-    num_going = sum(map(goes_on, names))
+    num_going = sum(ASKED[name][2] for name in names)
     assert added.total(FIRST_TOKENS, way="resumed") == num_going
     generated = added.total("vllm:generation_tokens_total")  # those of the first server are its own
     assert 0 < generated <= NUM_TOKENS * len(names) - (NUM_FIRST - 2) * num_going
