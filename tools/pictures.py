@@ -140,8 +140,8 @@ def goodput() -> Svg:
         ways = ("replicas", "fixed", "TP 2", ADAPTIVE)
         cells = [rows[way]["good, 12 ms, 1000 ms"] if way in rows else "" for way in ways]
         groups.append((name, [share(cell) if cell else None for cell in cells]))
-    names = ("replicas", "fixed prefill and decode", "TP 2 engines", "adaptive placement")
-    title = "Requests with the first token within 1 s and 12 ms a token, percent"
+    names = ("replicas", "fixed roles", "TP 2 engines", "adaptive")
+    title = "Percent within 1 s to the first token and 12 ms a token; lines: range of rounds"
     return grouped(title, names, groups, 100, "%")
 
 
@@ -159,7 +159,7 @@ def added_latency() -> Svg:
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, prompt of {int(tokens):,}", bars))
     names = ("vLLM's NixlConnector", "vllm_commext, sequentially", "vllm_commext, its proxy")
-    return grouped("Milliseconds more than one plain server, two H200", names, groups, 240, "")
+    return grouped("Milliseconds added to one server's; lines: rounds", names, groups, 240, "")
 
 
 def kill_and_drain() -> Svg:
