@@ -17,7 +17,7 @@ from vllm_commext.cli.rounds import Contestant
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 
-HELP = "compare servers under open load: goodput within limits, beside the noise"
+HELP = "measure how many requests meet your latency limits, of servers or shapes, with the noise"
 
 WORKLOADS = ("document", "mixed", "short")
 _positive = above_zero(float, "a number above 0")

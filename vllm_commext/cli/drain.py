@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """0: it has nothing left to do, or takes work again; 1: it still has after ``--wait``."""
     if not args.file:
         raise ConfigError(
-            f"expected --file FILE, or {VARIABLE} set to the path that the engine uses"
+            f"expected --file FILE, or {VARIABLE} as the engine has it; see its start command"
         )
     file, url = Path(args.file), args.url.rstrip("/")
     try:

@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: str) -> NoReturn:
-        known = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        known = difflib.get_close_matches(unknown, re.findall(r"--[\w-]+", self.format_help()), 1)
         meant = f", such as {known[0]}" if known else ""
         self.error(f"{unknown}: expected an option of this command{meant}, got an unknown one")
 
@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
-        description="Communication extensions for vLLM: serving, diagnosis, proxy, drain, load.",
+        description=f"Serve a model with several vLLM engines. Options: {PROGRAM} COMMAND --help.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

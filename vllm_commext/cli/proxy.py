@@ -19,7 +19,7 @@ from vllm_commext.proxy.config import (
     ProxyConfig,
 )
 
-HELP = "an OpenAI endpoint in front of prefill and decode engines"
+HELP = "start the proxy alone, in front of engines that you started with vllm serve"
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNIT = "_seconds"

@@ -17,10 +17,9 @@ from vllm_commext.serve import checks, plan
 from vllm_commext.serve.plan import Request
 
 HELP = "serve a model with several engines of this host behind one address"
-EPILOG = """examples, two engines on a GPU each, and two on CPUs:
+EPILOG = """Two engines, each on a GPU, and two on CPUs; after -- come options of vllm serve:
   vllm-commext serve MODEL --gpus 0,1 --tpot-ms 15 --ttft-ms 1000
-  vllm-commext serve MODEL --engines 2 -- --max-model-len 4096
-what comes after -- goes to each vllm serve"""
+  vllm-commext serve MODEL --engines 2 -- --max-model-len 4096"""
 NUM_CPU_ENGINES = 2
 say = partial(print, flush=True)
 LONGEST_PATH = 45
@@ -30,14 +29,14 @@ LONGEST_PATH = 45
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a name on a hub, as for vllm serve")
-    add("--gpus", metavar="N,N", help="GPUs to use; default: all of this host")
-    add("--engines", type=int, metavar="N", help="number of engines on a host without GPUs")
+    add("--gpus", metavar="N[,N...]", help="GPUs to use; default: all")
+    add("--engines", type=int, metavar="N", help="engines on CPUs; without GPUs 2")
     add("--tp", type=int, default=1, metavar="N", help="GPUs per engine; default: %(default)s")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
-    add("--port", type=int, default=8000, help="default: %(default)s")
-    add("--tpot-ms", type=int, default=0, metavar="MS", help="mean limit for each later token")
+    add("--host", default="127.0.0.1", help="of the proxy; default: %(default)s")
+    add("--port", type=int, default=8000, help="of the proxy; default: %(default)s")
+    add("--tpot-ms", type=int, default=0, metavar="MS", help="limit: mean time between tokens")
     add("--ttft-ms", type=int, default=0, metavar="MS", help="limit for the first token")
-    add("--logs", type=Path, metavar="FOLDER", help="keep logs there; default: only after an error")
+    add("--logs", type=Path, metavar="FOLDER", help="keep logs; else only after an error")
     add("--print", action="store_true", help="print the commands and start nothing")
 
 
@@ -47,7 +46,7 @@ def _request(args: argparse.Namespace) -> tuple[Request, dict[str, tuple[float, 
         value = getattr(args, option)
         if value is not None and value < least:
             typed = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{typed} {value}: expected at least {least}, got {value}")
+            raise ConfigError(f"{typed} {value}: expected at least {least}; correct it")
     if args.port > 65535:
         raise ConfigError(f"--port {args.port}: expected at most 65535; give another --port")
     if args.ttft_ms and not args.tpot_ms:

@@ -50,7 +50,7 @@ def as_table(times: Times) -> str:
     return "\n".join(lines)
 
 
-HELP = "benchmark all-reduce backends on this machine; vLLM uses the result at its next start"
+HELP = "measure all-reduce backends for tensor parallelism; vLLM uses the best at its next start"
 START_SECONDS = 420.0  # importing vLLM, and FlashInfer compiling its kernels for the first time
 FAILED_LINES = 15
 _number = above_zero(int, "a whole number above 0")

@@ -62,7 +62,7 @@ def _check_gpus(gpus: Sequence[str], here: dict[str, tuple[float, float]]) -> No
         if gpu not in here:
             raise ConfigError(
                 f"--gpus {','.join(gpus)}: expected GPUs of this host "
-                f"({', '.join(here) or 'it has none'}), got number {gpu}; see nvidia-smi -L"
+                f"({', '.join(here) or 'none: use --engines'}), got {gpu}; see nvidia-smi -L"
             )
         used, total = here[gpu]
         if used > USED_SHARE * total:

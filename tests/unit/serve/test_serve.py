@@ -96,7 +96,7 @@ def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixt
     [
         (["m", "--gpus", "0,1,2", "--tp", "2"], "multiple of --tp 2"),
         (["m", "--gpus", "0,0"], "each GPU once"),
-        (["m", "--gpus", "9"], "expected GPUs of this host (0, 1), got number 9"),
+        (["m", "--gpus", "9"], "expected GPUs of this host (0, 1), got 9"),
         (["m", "--gpus", "1"], "got 1 with 70 of 80 GiB in use"),
         (["m", "--engines", "0"], "--engines 0: expected at least 1"),
         (["m", "--engines", "1", "--port", "99999"], "--port 99999: expected at most 65535"),
