@@ -41,7 +41,7 @@ def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[floa
     for idx in range(num_engines):
         engine = pools[DECODE].add(f"http://127.0.0.1:{idx}", BOTH)
         pools[PREFILL].join(engine)
-        engine.healthy = True
+        engine.state.healthy = True
         planner.shared.lengths.add(random.randint(20, 300))
         _give_work(engine.load, now, most_waiting)
     chooser, seconds = Chooser(ADAPTIVE, planner, pools), list[float]()

@@ -103,16 +103,8 @@ class ProxyError(CommextError):
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's error object, with side and engine."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.kind,
-                "param": None,
-                "code": self.status,
-                "side": self.side,
-                "engine": self.engine,
-            }
-        }
+        told = {"message": str(self), "type": self.kind, "param": None, "code": self.status}
+        return {"error": {**told, "side": self.side, "engine": self.engine}}
 
 
 def bad_request(message: str) -> ProxyError:
@@ -204,14 +196,8 @@ _ENDS: dict[str, tuple[str, ...]] = {
     Phase.ASKED: _PARTS,
     Phase.DONE: _PARTS,
 }
-_BEGINS = {
-    PREFILL_ASKED: _PREFILL,
-    DECODE_ASKED: _ASK,
-    DECODE_ANSWERS: _FIRST_TOKEN,
-    Phase.RELAYING: _DECODE,
-    Phase.MOVING: _MOVE,
-    Phase.ASKED: _QUEUE,
-}
+_BEGINS = {PREFILL_ASKED: _PREFILL, DECODE_ASKED: _ASK, DECODE_ANSWERS: _FIRST_TOKEN}
+_BEGINS |= {Phase.RELAYING: _DECODE, Phase.MOVING: _MOVE, Phase.ASKED: _QUEUE}
 
 
 def parts_of(began: float, marks: Iterable[Mark]) -> list[Part]:

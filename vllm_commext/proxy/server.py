@@ -112,8 +112,7 @@ class ProxyApp:
             await self._sources.look()
             monitor = HealthMonitor(session, self.config, lambda: is_shown or chooser.is_adaptive)
             async with monitor.running(self.registry.engines):
-                self.registry.on_added = monitor.watch
-                self.registry.on_removed = monitor.forget
+                self.registry.call(monitor.watch, monitor.forget)
                 watching = asyncio.create_task(self._sources.watch())
                 yield
                 watching.cancel()
@@ -326,7 +325,7 @@ async def _serve_until(
             runner, connections, config.host, config.port, tls, reuse_port=shares
         )
     for engine in proxy.registry.engines:
-        state = "healthy" if engine.healthy else f"not healthy yet: {engine.detail}"
+        state = "healthy" if engine.state.healthy else f"not healthy yet: {engine.state.detail}"
         announce(f"{engine.name} {engine.url} {state}")
     announce(f"listening on {_url(port, bool(config.tls_cert_file))}")
     await stopped.wait()
@@ -449,12 +448,8 @@ def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
     in_flight = min(config.max_in_flight, max((limit - _OWN) // 3, 1))
     room = max(limit - _OWN - 2 * in_flight, 1)
     if in_flight < config.max_in_flight:
-        logger.warning(
-            "%d descriptors allow %d requests at a time and not the %d of --max-in-flight: raise "
-            "the hard limit (LimitNOFILE= of systemd, ulimit -Hn)",
-            limit,
-            in_flight,
-            config.max_in_flight,
-        )
+        text = "%d descriptors allow %d requests at a time and not the %d of --max-in-flight: raise"
+        text += " the hard limit (LimitNOFILE= of systemd, ulimit -Hn)"
+        logger.warning(text, limit, in_flight, config.max_in_flight)
     connections = min(config.max_connections, room)
     return replace(config, max_in_flight=in_flight, max_connections=connections)

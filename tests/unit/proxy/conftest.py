@@ -321,7 +321,7 @@ class Cluster:
         """Nothing of any request may be left, however it ended."""
         engines = [engine for pool in self.proxy.pools for engine in pool.engines]
         await until(lambda: self.proxy.num_in_flight == 0, "the proxy to be idle")
-        await until(lambda: not any(one.in_flight for one in engines), "engines to be idle")
+        await until(lambda: not any(one.work.in_flight for one in engines), "engines to be idle")
 
 
 async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], options: Any) -> Any:

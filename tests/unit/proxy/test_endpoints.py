@@ -276,7 +276,7 @@ async def test_an_answer_that_is_not_there_is_said_and_no_other_engine_is_asked(
         (keeper,) = (one for one in cluster.proxy.decode_pool.engines if one.url.endswith(port))
         if how == "gone":
             keeper.refuse("gone")
-        keeper.draining = how == "drains"
+        keeper.state.draining = how == "drains"
         name = {"unknown": "resp_x", "no text": 3, "long": "x" * 5000}.get(how, name)
         asked = sum(len(engine.calls) for engine in cluster.decode)
         body = {"input": "go on", "previous_response_id": name}

@@ -183,7 +183,7 @@ async def test_a_stream_that_cannot_leave_ends_where_it_is(
         engines.second = fails
     async with kit.cluster(num_decode=2, **options) as cluster:
         tell(cluster, ahead)
-        cluster.proxy.decode_pool.engines[1].healthy = case != "no other engine"
+        cluster.proxy.decode_pool.engines[1].state.healthy = case != "no other engine"
         got = Told(await drained(cluster, engines, body, expected))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert cluster.decode[0].num_left == 0
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
         assert Told(got).text == "abcd"
         await cluster.idle()
         await kit.until(lambda: prefill.num_left == 1, "the prefill engine to be left")
-        assert [one.in_flight for one in cluster.proxy.registry.engines] == [0, 0, 0]
+        assert [one.work.in_flight for one in cluster.proxy.registry.engines] == [0, 0, 0]
         assert 'outcome="client_gone"' not in await cluster.metrics()
 
 

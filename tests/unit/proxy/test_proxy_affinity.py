@@ -111,8 +111,8 @@ def pool_of(*tokens: int) -> EnginePool:
     for url in urls:
         pool.add(url)
     for engine, count in zip(pool.engines, tokens, strict=True):
-        engine.passed_check()
-        engine.tokens = count
+        engine.state.pass_check()
+        engine.work.tokens = count
     return pool
 
 
@@ -134,7 +134,7 @@ def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> Non
         engine.refuse("refused")
     else:
         engine.failed_check(fall=1, detail="gone")
-    engine.passed_check()
+    engine.state.pass_check()
     assert engine.memory.held_tokens(prefix(body)) == 0
 
 

@@ -46,8 +46,8 @@ async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) 
         running = asyncio.ensure_future(answered(cluster))
         await kit.until(lambda: bool(first.calls), "the request")
         first.drains = True
-        await kit.until(lambda: pool.engines[0].drains_itself, "the check")
-        assert (pool.engines[0].healthy, pool.engines[0].usable) == (True, False)
+        await kit.until(lambda: pool.engines[0].state.drains_itself, "the check")
+        assert (pool.engines[0].state.healthy, pool.engines[0].usable) == (True, False)
         assert cluster.proxy.registry.engines[1].as_json()["draining"]
         for _ in range(3):
             assert (await answered(cluster))[2] == "decode1"
@@ -111,10 +111,10 @@ async def test_one_answer_that_is_given_up_moves_no_other_stream(kit: Any) -> No
             (engine,) = (e for e in cluster.proxy.decode_pool.engines if e.url == busy.url)
             busy.behave = aborting
             (away,) = (e for e in cluster.proxy.decode_pool.engines if e is not engine)
-            away.healthy = False
+            away.state.healthy = False
             assert (await answered(cluster, stream=True))[0] == 200
-            away.healthy = True
-            await kit.until(lambda: not engine.suspected, "the check")
+            away.state.healthy = True
+            await kit.until(lambda: not engine.state.suspected, "the check")
             assert engine.usable
             release.set()
             assert (await running.content.read()).endswith(b"data: [DONE]\n\n")

@@ -21,8 +21,8 @@ async def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_al
         assert 'retries_total{role="prefill"} 1.0' in text
         assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
         first = cluster.proxy.prefill_pool.engines[0]
-        assert first.healthy is False
-        await kit.until(lambda: "/health failed" in first.detail, "the check that follows")
+        assert first.state.healthy is False
+        await kit.until(lambda: "/health failed" in first.state.detail, "the check that follows")
 
 
 def local_prefills(reason: str, count: int) -> str:
@@ -71,12 +71,12 @@ async def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, ste
         suspected: list[bool] = []
 
         async def drop(_: Any) -> None:
-            suspected.append(engine.suspected)
+            suspected.append(engine.state.suspected)
 
         server.behave = drop
         await cluster.ask(BODY)
         assert (engine.usable, any(suspected)) == (True, False)
-        await kit.until(lambda: not engine.suspected, "the check that clears it")
+        await kit.until(lambda: not engine.state.suspected, "the check that clears it")
         server.behave = kit.prefill_ok if step == "prefill" else kit.decode_ok
         async with cluster.post(BODY) as response:
             assert (response.status, response.headers["X-Commext-Path"]) == (200, "two-step")
@@ -246,8 +246,8 @@ async def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any)
     async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
         cluster.decode[0].health_status = 503
         pool = cluster.proxy.decode_pool
-        await kit.until(lambda: not pool.engines[0].healthy, "the sick engine to be noticed")
-        assert pool.engines[0].detail == "/health answered 503"
+        await kit.until(lambda: not pool.engines[0].state.healthy, "the sick engine to be noticed")
+        assert pool.engines[0].state.detail == "/health answered 503"
         request = asyncio.create_task(status_of(cluster))
         await asyncio.sleep(0.1)
         assert not request.done()

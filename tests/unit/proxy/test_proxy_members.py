@@ -42,20 +42,20 @@ def test_streams_leave_an_engine_that_drains_though_nobody_names_it_any_more() -
     one.name("DNS", [D1, D2])
     engine = pools["decode"].engines[0]
     told: list[str] = []
-    engine.on_drain.add(lambda: told.append(engine.url))
-    with engine.working(10):
+    engine.work.on_drain.add(lambda: told.append(engine.url))
+    with engine.work.counted(10):
         one.name("DNS", [D2])
-        assert (engine.leaving, told) == (True, [])
+        assert (engine.state.leaving, told) == (True, [])
         engine.note_drain()
-        assert (engine.is_emptied, told) == (True, [D1.url])
+        assert (engine.state.is_emptied, told) == (True, [D1.url])
 
 
 def test_an_engine_that_is_named_again_while_it_leaves_stays() -> None:
     one, pools = registry()
     one.name("file", [D1])
     (engine,) = pools["decode"].engines
-    engine.passed_check()
-    with engine.working(10):
+    engine.state.pass_check()
+    with engine.work.counted(10):
         one.name("file", [])
         one.name("file", [D1])
     one.sweep()
@@ -67,9 +67,9 @@ def test_a_role_changes_while_the_old_ones_requests_run() -> None:
     one, pools = registry()
     one.name("admin", [EngineEndpoint("prefill", D1.url)])
     (old,) = pools["prefill"].engines
-    with old.working(1):
+    with old.work.counted(1):
         one.name("admin", [D1])
-        assert (old.leaving, pools["decode"].engines[0].url) == (True, D1.url)
+        assert (old.state.leaving, pools["decode"].engines[0].url) == (True, D1.url)
     one.sweep()
     assert pools["prefill"].engines == ()
 
@@ -206,7 +206,7 @@ async def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit:
             monitor.watch(engine)
             [watch] = asyncio.all_tasks() - others
             await asyncio.sleep(0)  # until it waits
-            engine.suspect()
+            engine.state.suspect()
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             monitor.forget(engine)

@@ -170,8 +170,8 @@ def _pool(*in_flight: int) -> EnginePool:
     for idx in range(len(in_flight)):
         pool.add(f"http://h:{idx + 1}")
     for engine, count in zip(pool.engines, in_flight, strict=True):
-        engine.passed_check()
-        engine.tokens = count
+        engine.state.pass_check()
+        engine.work.tokens = count
     return pool
 
 
@@ -188,41 +188,41 @@ def test_pick_takes_a_least_loaded_healthy_engine(
 ) -> None:
     pool = _pool(*(count for _, count in engines))
     for engine, (healthy, _) in zip(pool.engines, engines, strict=True):
-        engine.healthy = healthy
+        engine.state.healthy = healthy
     exclude = data.draw(st.lists(st.sampled_from(pool.engines), max_size=2))
-    usable = [engine for engine in pool.engines if engine.healthy and engine not in exclude]
+    usable = [engine for engine in pool.engines if engine.state.healthy and engine not in exclude]
     chosen = pool.pick(exclude)
     if not usable:
         assert chosen is None
     else:
         assert chosen in usable
-        assert chosen.tokens == min(engine.tokens for engine in usable)
+        assert chosen.work.tokens == min(engine.work.tokens for engine in usable)
 
 
 def test_two_failed_checks_in_a_row_make_an_engine_unhealthy() -> None:
     engine = Engine("prefill", 0, "http://h:1")
-    assert not engine.healthy
+    assert not engine.state.healthy
     for _ in range(2):
-        engine.passed_check()
+        engine.state.pass_check()
         engine.failed_check(fall=2, detail="once")
-        assert engine.healthy
-    engine.passed_check()
+        assert engine.state.healthy
+    engine.state.pass_check()
     engine.failed_check(fall=2, detail="once")
-    assert engine.healthy
+    assert engine.state.healthy
     engine.failed_check(fall=2, detail="twice")
-    assert (engine.healthy, engine.detail) == (False, "twice")
+    assert (engine.state.healthy, engine.state.detail) == (False, "twice")
 
 
 def test_an_engine_under_suspicion_is_asked_last_until_a_check_clears_or_ends_it() -> None:
     pool = _pool(0, 100)
     suspect, busy = pool.engines
-    suspect.suspect()
+    suspect.state.suspect()
     assert (suspect.usable, pool.pick()) == (True, busy)
-    suspect.passed_check()
+    suspect.state.pass_check()
     assert pool.pick() is suspect
-    suspect.suspect()
+    suspect.state.suspect()
     suspect.failed_check(fall=2, detail="gone")
-    assert (suspect.usable, suspect.detail) == (False, "gone")
+    assert (suspect.usable, suspect.state.detail) == (False, "gone")
 
 
 def test_numbers_of_engines_are_used_again() -> None:

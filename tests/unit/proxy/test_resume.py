@@ -283,7 +283,7 @@ async def test_white_space_takes_no_room_of_other_streams(kit: Any) -> None:
     """It is not sent again, and nothing of the request as it came is kept."""
     async with kit.cluster(num_decode=2, resume_bytes=1 << 20) as cluster:
         first, second = cluster.decode
-        cluster.proxy.decode_pool.engines[1].draining = True
+        cluster.proxy.decode_pool.engines[1].state.draining = True
         has_begun = asyncio.Event()
         first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=has_begun)
         second.behave = answering(stream(1, COMPLETIONS, WORDS))
@@ -297,7 +297,7 @@ async def test_white_space_takes_no_room_of_other_streams(kit: Any) -> None:
 
         asking = [asyncio.ensure_future(ask(space)) for space in [200_000] * 8 + [0] * 4]
         await kit.until(lambda: len(first.calls) == 12, "all streams")
-        cluster.proxy.decode_pool.engines[1].draining = False
+        cluster.proxy.decode_pool.engines[1].state.draining = False
         await asyncio.sleep(0.1)
         has_begun.set()
         assert await asyncio.gather(*asking) == ["abc"] * 12
@@ -562,7 +562,7 @@ async def test_streams_that_go_on_leave_an_engine_to_new_requests(kit: Any) -> N
     async with kit.cluster(num_decode=2, affinity=False) as cluster:
         first, second = cluster.decode
         (prefill,), release, running, most = cluster.prefill, asyncio.Event(), 0, 0
-        cluster.proxy.decode_pool.engines[1].draining = True
+        cluster.proxy.decode_pool.engines[1].state.draining = True
         first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=release)
         second.behave = answering(stream(1, COMPLETIONS, WORDS))
 
@@ -583,7 +583,7 @@ async def test_streams_that_go_on_leave_an_engine_to_new_requests(kit: Any) -> N
         asking = [asyncio.ensure_future(ask("x" * length)) for length in lengths]
         await kit.until(lambda: len(first.calls) == len(lengths), "all streams")
         prefill.behave = computing
-        cluster.proxy.decode_pool.engines[1].draining = False
+        cluster.proxy.decode_pool.engines[1].state.draining = False
         first.behave = second.behave
         release.set()
         await kit.until(lambda: running > 0, "the first one")

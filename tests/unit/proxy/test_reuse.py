@@ -142,4 +142,4 @@ async def test_a_drain_that_is_noticed_after_a_check_counts(
             await noticed.wait()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert one.drains_itself
+        assert one.state.drains_itself

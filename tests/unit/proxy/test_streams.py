@@ -273,12 +273,12 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         prefill.behave = kit.held(may_answer, answering())
         asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
         await kit.until(lambda: len(prefill.calls) == 1 + len(asked), "all requests")
-        assert engine.num_waiting == MAX_WAITING
+        assert len(engine.work.waiting) == MAX_WAITING
         may_answer.set()
         paths = [path for path, _ in await asyncio.gather(*asked)]
         assert sorted(paths) == ["streamed"] * MAX_WAITING + ["two-step"] * 2
         assert (await ways(cluster))["busy"] == 2
-        assert engine.num_waiting == 0
+        assert not engine.work.waiting
         assert len(decoding.calls) == 1 + len(asked)
 
 

@@ -178,7 +178,7 @@ async def test_a_request_that_loses_two_engines_in_one_step_is_tried_at_no_third
         assert sum(len(one.calls) for one in cluster.decode) == num_decode
         if ending == "lost":
             for pool in cluster.proxy.pools:
-                assert sum(one.suspected for one in pool.engines) <= 1
+                assert sum(one.state.suspected for one in pool.engines) <= 1
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])

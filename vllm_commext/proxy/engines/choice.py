@@ -139,7 +139,7 @@ class Chooser:
             return [
                 Candidate(one.load, one.memory.held_tokens(prefix), one)
                 for one in engines
-                if one.usable and not one.suspected and one not in failed
+                if one.usable and not one.state.suspected and one not in failed
             ]
 
         def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Way | None:

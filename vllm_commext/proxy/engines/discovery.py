@@ -52,8 +52,13 @@ class Registry:
         self._pools = pools
         self._named: dict[str, tuple[EngineEndpoint, ...]] = {}
         self._drained: frozenset[str] = frozenset()
-        self.on_added: Callable[[Engine], None] = lambda _: None
-        self.on_removed: Callable[[Engine], None] = lambda _: None
+        self._on_added: Callable[[Engine], None] = lambda _: None
+        self._on_removed: Callable[[Engine], None] = lambda _: None
+
+    def call(
+        self, on_added: Callable[[Engine], None], on_removed: Callable[[Engine], None]
+    ) -> None:
+        self._on_added, self._on_removed = on_added, on_removed
 
     @property
     def engines(self) -> list[Engine]:
@@ -86,16 +91,16 @@ class Registry:
         self._drained = urls
         self._reconcile()
         for engine in self.engines:
-            if engine.is_emptied:
+            if engine.state.is_emptied:
                 engine.empty()
 
     def sweep(self) -> bool:
         """Remove some engines that leave and have nothing left to do; True if there may be more."""
-        idle = [one for one in self.engines if one.leaving and one.in_flight == 0]
+        idle = [one for one in self.engines if one.state.leaving and not one.work.in_flight]
         for engine in idle[:MAX_CHANGED]:
             for pool in self._pools.values():
                 pool.remove(engine)
-            self.on_removed(engine)
+            self._on_removed(engine)
             logger.info("%s (%s) is removed", engine.name, engine.url)
         return len(idle) > MAX_CHANGED
 
@@ -105,11 +110,11 @@ class Registry:
         for place in wanted:
             if place not in known:
                 engine = self._add(place)
-                self.on_added(engine)
+                self._on_added(engine)
                 logger.info("%s (%s) is added", engine.name, engine.url)
         for engine in self.engines:
-            engine.leaving = EngineEndpoint(engine.role, engine.url) not in wanted
-            engine.draining = engine.leaving or engine.url in self._drained
+            is_wanted = EngineEndpoint(engine.role, engine.url) in wanted
+            engine.state.want(is_wanted, engine.url in self._drained)
         self.sweep()
 
     def _add(self, place: EngineEndpoint) -> Engine:
@@ -276,7 +281,7 @@ class AdminApp:
             raise bad_request(f"{url} is none of the engines")
         answer = self._change(self._places, self._drained | {url})
         end = time.monotonic() + wait_seconds
-        while sum(one.in_flight for one in self._at(url)) and time.monotonic() < end:
+        while sum(one.work.in_flight for one in self._at(url)) and time.monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
             answer = self._shown()
         return answer

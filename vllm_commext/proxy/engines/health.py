@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 
@@ -52,9 +52,8 @@ class HealthMonitor:
         self._starts = asyncio.Semaphore(_STARTS)
 
     @asynccontextmanager
-    async def running(self, engines: Iterable[Engine]) -> AsyncIterator[None]:
+    async def running(self, engines: Sequence[Engine]) -> AsyncIterator[None]:
         """Check each of *engines* once, then go on checking in the background."""
-        engines = tuple(engines)
         await asyncio.gather(*(self._check(engine) for engine in engines))
         for engine in engines:
             self.watch(engine)
@@ -67,30 +66,22 @@ class HealthMonitor:
             await asyncio.gather(*watches, return_exceptions=True)
 
     def watch(self, engine: Engine) -> None:
-        woken = asyncio.Event()
-        engine.on_suspect = woken.set
-        self._watches[engine] = asyncio.create_task(self._watch(engine, woken))
+        self._watches[engine] = asyncio.create_task(self._watch(engine))
 
     def forget(self, engine: Engine) -> None:
-        engine.on_suspect = None
         self._watches.pop(engine).cancel()
 
-    async def _watch(self, engine: Engine, woken: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
+    async def _watch(self, engine: Engine) -> None:
+        loop, state = asyncio.get_running_loop(), engine.state
         last_answered = loop.time()
-        if not engine.healthy and engine.num_failed == 0:
-            woken.set()
+        if not state.healthy and state.num_failed == 0:
+            state.doubted.set()
         while self._watches.get(engine) is asyncio.current_task():
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_interval_seconds):
-                    await woken.wait()
-            except TimeoutError:
-                pass
-            else:
-                await asyncio.sleep(
-                    min(_MIN_INTERVAL_SECONDS, self._config.health_interval_seconds)
-                )
-            woken.clear()
+                    await state.doubted.wait()
+                    await asyncio.sleep(_MIN_INTERVAL_SECONDS)
+            state.doubted.clear()
             if await self._check(engine):
                 last_answered = loop.time()
             elif loop.time() - last_answered >= self._config.engine_lost_seconds:
@@ -100,7 +91,7 @@ class HealthMonitor:
         """Check once; True if *engine* answered, well or not."""
         async with self._starts:
             await asyncio.sleep(_START_SECONDS)
-        was_healthy = engine.healthy
+        state, was_healthy = engine.state, engine.state.healthy
         try:
             status, drains, failure = await self._ask(engine)
         except OSError as error:  # nothing is known of the engine
@@ -111,15 +102,15 @@ class HealthMonitor:
         elif failure is None:
             if not was_healthy:
                 await self._learn_page(engine)  # before it gets work
-            engine.passed_check()
+            state.pass_check()
             if was_healthy:  # by now, what requests find out meanwhile is newer than the check
                 await self._learn_page(engine)
         else:
             engine.failed_check(self._config.health_fall, failure)
-        if engine.healthy != was_healthy:
-            state = "healthy" if engine.healthy else f"unhealthy: {engine.detail}"
-            level = logging.INFO if engine.healthy else logging.WARNING
-            logger.log(level, "%s (%s) is now %s", engine.name, engine.url, state)
+        if state.healthy != was_healthy:
+            told = "healthy" if state.healthy else f"unhealthy: {state.detail}"
+            level = logging.INFO if state.healthy else logging.WARNING
+            logger.log(level, "%s (%s) is now %s", engine.name, engine.url, told)
         return status is not None
 
     async def _learn_page(self, engine: Engine) -> None:
@@ -136,7 +127,7 @@ class HealthMonitor:
             ) as response:
                 page = await _wanted(response.content)
             if not is_known:
-                engine.capabilities = read_capabilities(page)
+                engine.learn(read_capabilities(page))
             if reads_cache and (cache := read_cache(page)):
                 engine.load.note_cache(*cache)
         except (aiohttp.ClientError, OSError, ValueError) as error:

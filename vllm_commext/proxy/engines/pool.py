@@ -162,7 +162,7 @@ class Turns:
         self._load = load
         self._turns: dict[Waiting, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        load.when_done = self._wake
+        load.when_done.append(self._wake)
 
     async def take(self, new_tokens: int, held_tokens: int, is_lost: bool = False) -> None:
         load, now = self._load, time.monotonic()
@@ -248,100 +248,61 @@ class Repeats:
 
 
 @dataclass(eq=False)
-class Engine:
-    """One vLLM server, unhealthy until a check has passed.
+class State:
+    """Whether an engine gets work. It is unhealthy until a check has passed. leaving: it goes when
+    nothing runs. suspected: a request lost its connection since the last check. doubted: it is to
+    be checked now."""
 
-    in_flight, tokens: requests of this proxy there, and their weight. suspected: a request lost its
-    connection since the last check. draining, drains_itself: no new work. leaving: it goes when
-    nothing runs. on_lost, on_drain: callbacks. num_waiting: answers that wait for its prompts.
-    """
-
-    role: str
-    idx: int
-    url: str
     healthy: bool = False
     draining: bool = False
     drains_itself: bool = False
     leaving: bool = False
     suspected: bool = False
-    in_flight: int = 0
-    tokens: int = 0
     detail: str = "not checked yet"
     num_failed: int = 0
-    on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
-    on_drain: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
-    on_suspect: Callable[[], None] | None = None
-    memory: Memory = field(default_factory=lambda: Memory(0))
-    capabilities: Capabilities = UNKNOWN
-    num_waiting: int = 0
-    load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
-
-    def __post_init__(self) -> None:
-        self.name = f"{'engine' if self.role == BOTH else self.role}{self.idx}"
-        self.turns, self.repeats = Turns(self.load), Repeats()
+    doubted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def usable(self) -> bool:
-        return self.healthy and not self.draining and not self.drains_itself
-
-    def passed_check(self) -> None:
-        self.num_failed, self.suspected, self.drains_itself = 0, False, False
-        self.healthy, self.detail = True, "ok"
-
-    def failed_check(self, fall: int, detail: str) -> None:
-        """Count a failed check; one is enough after a lost connection."""
-        self.num_failed = min(self.num_failed + 1, fall)
-        if self.num_failed >= fall or self.suspected:
-            self.healthy = False
-        if not self.healthy:
-            self.detail = detail
-            self._forget()
-
-    def suspect(self) -> None:
-        """Have the engine checked now, and others asked first."""
-        self.suspected = True
-        if self.on_suspect is not None:
-            self.on_suspect()
-
-    def refuse(self, detail: str) -> None:
-        """Give no work to an engine that refuses connections, until a check passes."""
-        self.healthy, self.detail = False, detail
-        self._forget()
-        self.suspect()
-
-    def note_drain(self) -> None:
-        if not self.drains_itself:
-            self.drains_itself = True
-            logger.info("%s (%s) drains", self.name, self.url)
-            self.empty()
+    def drains(self) -> bool:
+        return self.draining or self.drains_itself
 
     @property
     def is_emptied(self) -> bool:
         return self.drains_itself or (self.draining and not self.leaving)
 
-    def empty(self) -> None:
-        for called in tuple(self.on_drain):
-            called()
+    def want(self, is_wanted: bool, is_drained: bool) -> None:
+        self.leaving, self.draining = not is_wanted, is_drained or not is_wanted
 
-    def _forget(self) -> None:
-        self.memory.clear()
-        self.load.cache.size = 0.0
-        self.capabilities = UNKNOWN
+    def pass_check(self) -> None:
+        self.num_failed, self.suspected, self.drains_itself = 0, False, False
+        self.healthy, self.detail = True, "ok"
 
-    def learn_again(self) -> None:
-        """Have the next check read the metrics page again."""
-        self.capabilities = replace(self.capabilities, is_known=False)
+    def fail_check(self, fall: int, detail: str) -> None:
+        self.num_failed = min(self.num_failed + 1, fall)
+        if self.num_failed >= fall or self.suspected:
+            self.healthy = False
+        if not self.healthy:
+            self.detail = detail
 
-    def lose(self) -> None:
-        """Give up all its requests, and give it none until a check passes."""
-        if self.healthy:
-            self.failed_check(1, "it has answered no check for too long")
-            logger.warning("%s (%s) is now unhealthy: %s", self.name, self.url, self.detail)
-        for called in tuple(self.on_lost):
-            called()
+    def suspect(self) -> None:
+        """Have the engine checked now, and others asked first."""
+        self.suspected = True
+        self.doubted.set()
+
+
+@dataclass(eq=False)
+class Work:
+    """An engine's requests of this proxy. tokens: their weight. waiting: answers that wait for its
+    prompts. on_lost, on_drain: callbacks."""
+
+    in_flight: int = 0
+    tokens: int = 0
+    waiting: set[object] = field(default_factory=set[object])
+    on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+    on_drain: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
 
     @contextmanager
-    def working(self, tokens: int) -> Iterator[None]:
+    def counted(self, tokens: int) -> Iterator[None]:
         weight = REQUEST_TOKENS + tokens
         self.in_flight += 1
         self.tokens += weight
@@ -351,17 +312,78 @@ class Engine:
             self.in_flight -= 1
             self.tokens -= weight
 
+
+@dataclass(eq=False)
+class Engine:
+    """One vLLM server."""
+
+    role: str
+    idx: int
+    url: str
+    memory: Memory = field(default_factory=lambda: Memory(0))
+    capabilities: Capabilities = UNKNOWN
+    load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
+    state: State = field(default_factory=State)
+    work: Work = field(default_factory=Work)
+
+    def __post_init__(self) -> None:
+        self.turns, self.repeats = Turns(self.load), Repeats()
+
+    @property
+    def name(self) -> str:
+        return f"{'engine' if self.role == BOTH else self.role}{self.idx}"
+
+    @property
+    def usable(self) -> bool:
+        state = self.state
+        return state.healthy and not state.draining and not state.drains_itself
+
+    def failed_check(self, fall: int, detail: str) -> None:
+        """Count a failed check; one is enough after a lost connection."""
+        self.state.fail_check(fall, detail)
+        if not self.state.healthy:
+            self._forget()
+
+    def refuse(self, detail: str) -> None:
+        """Give no work to an engine that refuses connections, until a check passes."""
+        self.failed_check(1, detail)
+        self.state.suspect()
+
+    def note_drain(self) -> None:
+        if not self.state.drains_itself:
+            self.state.drains_itself = True
+            logger.info("%s (%s) drains", self.name, self.url)
+            self.empty()
+
+    def empty(self) -> None:
+        for called in tuple(self.work.on_drain):
+            called()
+
+    def _forget(self) -> None:
+        self.memory.clear()
+        self.load.cache.forget()
+        self.capabilities = UNKNOWN
+
+    def learn(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+
+    def learn_again(self) -> None:
+        """Have the next check read the metrics page again."""
+        self.capabilities = replace(self.capabilities, is_known=False)
+
+    def lose(self) -> None:
+        """Give up all its requests, and give it none until a check passes."""
+        if self.state.healthy:
+            self.failed_check(1, "it has answered no check for too long")
+            logger.warning("%s (%s) is now unhealthy: %s", self.name, self.url, self.state.detail)
+        for called in tuple(self.work.on_lost):
+            called()
+
     def as_json(self) -> dict[str, str | int | bool]:
-        return {
-            "name": self.name,
-            "role": self.role,
-            "url": self.url,
-            "healthy": self.healthy,
-            "draining": self.draining or self.drains_itself,
-            "in_flight": self.in_flight,
-            "tokens": self.tokens,
-            "detail": self.detail,
-        }
+        state, work = self.state, self.work
+        told = {"name": self.name, "role": self.role, "url": self.url, "healthy": state.healthy}
+        told |= {"draining": state.drains, "in_flight": work.in_flight, "tokens": work.tokens}
+        return {**told, "detail": state.detail}
 
 
 class EnginePool:
@@ -420,7 +442,7 @@ class EnginePool:
             return None
 
         def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
-            return choice[0].suspected, choice[0].tokens - choice[1]
+            return choice[0].state.suspected, choice[0].work.tokens - choice[1]
 
         held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
         chosen = min(held, key=until_through)  # the first of equals

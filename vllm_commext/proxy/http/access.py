@@ -161,11 +161,8 @@ class Intake:
     async def read(self, request: web.Request) -> None:
         """Read and parse the body. Raises `ProxyError`."""
         if request.content_type != "application/json":
-            raise ProxyError(
-                415,
-                "bad_request",
-                f"expected Content-Type: application/json, got {request.content_type!r}",
-            )
+            message = f"expected Content-Type: application/json, got {request.content_type!r}"
+            raise ProxyError(415, "bad_request", message)
         seconds, rate = self._config.client_timeout_seconds, self._config.upload_bytes_per_second
         try:
             async with asyncio.timeout(seconds) as bound:

@@ -255,6 +255,9 @@ class Cache:
         self._num_steps = num_steps
         self.others = max(0.0, used - surely - more) + min(0.0, used - surely)
 
+    def forget(self) -> None:
+        self.size = 0.0
+
 
 PATIENCE = 4.0
 """Longest time that others may overtake a waiting prompt, in its own lengths or in limits."""
@@ -375,7 +378,7 @@ class EngineLoad:
         self.queue = Queue(shared.limits.first)
         self.planned: dict[Planned, None] = {}
         self.gaps, self.recent, self.cache = Gaps(), Recent(), Cache()
-        self.when_done: Callable[[], None] = lambda: None
+        self.when_done: list[Callable[[], None]] = []
 
     def ask(self, new_tokens: int, held_tokens: int, now: float, is_seen: bool = True) -> Job:
         """Note a prompt. is_seen: the caller sees when it is computed."""
@@ -390,7 +393,8 @@ class EngineLoad:
         self.prompts.end(job, now, is_done)
         if not self.prompts.jobs:
             self.gaps.take(now)
-        self.when_done()
+        for called in self.when_done:
+            called()
 
     def to_come(self, now: float) -> tuple[int, int]:
         """Planned answers, and their tokens."""

@@ -92,7 +92,7 @@ class Stream:
             self.way = place
             return self._payload(two_step.prefill_body(self._body, key))
         self._place, self._asked = place, engine
-        engine.num_waiting += 1
+        engine.work.waiting.add(self)
         stream_key = secrets.token_hex(KEY_BYTES)
         where = zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)
         params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
@@ -114,12 +114,12 @@ class Stream:
         engine = self._asked
         if engine is None or not (error.kind == "lost" or is_dead(error)):
             return False
-        engine.suspect()
+        engine.state.suspect()
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECK_SECONDS):
-                while engine.suspected and engine.healthy:
+                while engine.state.suspected and engine.state.healthy:
                     await asyncio.sleep(LOOK_SECONDS)
-        if not engine.healthy:
+        if not engine.state.healthy:
             self.way = AtOnce.ALONE
         return self.is_alone
 
@@ -130,7 +130,7 @@ class Stream:
             return
         told = [params.get(name) for name in _PLACE_FIELDS]
         if None not in told and told != [place.host, place.port, place.seal]:
-            engine.capabilities = UNKNOWN
+            engine.learn(UNKNOWN)
             await self.cancel()
             self.way = AtOnce.SEVERAL
 
@@ -161,7 +161,7 @@ class Stream:
 
     def _leave(self) -> None:
         assert self._asked is not None  # as long as the decode engine is asked
-        self._asked.num_waiting -= 1
+        self._asked.work.waiting.discard(self)
         self._asked = self._decode = None
 
 

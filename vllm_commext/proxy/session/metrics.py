@@ -119,9 +119,9 @@ class ProxyMetrics:
         if began >= self._page_until:
             healthy, in_flight = self._engines
             for pool in self._pools:
-                healthy.labels(pool.role).set(sum(one.healthy for one in pool.engines))
+                healthy.labels(pool.role).set(sum(one.state.healthy for one in pool.engines))
                 for engine in pool.engines:
-                    in_flight.labels(engine.role, engine.name).set(engine.in_flight)
+                    in_flight.labels(engine.role, engine.name).set(engine.work.in_flight)
             self._page = generate_latest(self._registry)
             now = time.monotonic()
             self._page_until = now + _PAGE_SHARE * (now - began)

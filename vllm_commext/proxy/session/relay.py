@@ -72,12 +72,12 @@ class Leaving:
         self.engine = self.opened.engine
 
     def watch(self) -> None:
-        self.engine.on_drain.add(self._begin)
-        if self.engine.is_emptied:
+        self.engine.work.on_drain.add(self._begin)
+        if self.engine.state.is_emptied:
             self._begin()
 
     def forget(self) -> None:
-        self.engine.on_drain.discard(self._begin)
+        self.engine.work.on_drain.discard(self._begin)
 
     @property
     def is_under_way(self) -> bool:
@@ -118,9 +118,10 @@ class Relay:
     async def send(self, opened: Opened) -> End:
         """Send an engine's answer as far as it comes. Raises `ClientGoneError`."""
         engine, config, self._leaves = opened.engine, self._config, False
+        on_lost = engine.work.on_lost
         idle_seconds = min(config.decode_idle_timeout_seconds, config.decode_timeout_seconds)
         try:
-            with StreamWatch(engine.on_lost, idle_seconds, config.client_timeout_seconds) as watch:
+            with StreamWatch(on_lost, idle_seconds, config.client_timeout_seconds) as watch:
                 self._watch = watch
                 await self._pass_on(opened, watch)
         except (TimeoutError, aiohttp.ClientError, OSError, EngineLostError) as error:
@@ -203,7 +204,7 @@ class Relay:
     ) -> Resume | None:
         """Read until another engine has repeated what the client has; why it cannot go on, or
         None."""
-        unread, engine = opened.first, opened.engine
+        unread, engine, on_lost = opened.first, opened.engine, opened.engine.work.on_lost
         seconds = self._config.decode_idle_timeout_seconds
         while opened.cutter is not None:
             trial.pass_on(unread)
@@ -213,7 +214,7 @@ class Relay:
                 return None
             if not may_begin_anew:
                 return Resume.ANEW
-            with failures_of(engine, seconds, self._losses), Deadline(seconds, engine.on_lost):
+            with failures_of(engine, seconds, self._losses), Deadline(seconds, on_lost):
                 piece = await opened.response.content.readany()
             if not piece:
                 break

@@ -105,7 +105,7 @@ class _Watch:
 
 
 class Deadline(_Watch):
-    """`with Deadline(seconds, engine.on_lost): ...` raises `TimeoutError` when time is up, and
+    """`with Deadline(seconds, engine.work.on_lost): ...` raises `TimeoutError` when time is up, and
     `EngineLostError` when the engine is lost; *seconds* None: as long as it can be reached."""
 
     def __init__(self, seconds: float | None, on_lost: OnLost) -> None:
@@ -210,7 +210,7 @@ def failure_of(
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:
             engine.refuse(f"a request {message}")
         else:
-            engine.suspect()
+            engine.state.suspect()
         return _failure(
             engine, 502, "unreachable", message, side=side, can_retry=True, can_restart=True
         )
@@ -225,7 +225,7 @@ def failure_of(
     lost = _failure(engine, 502, "lost", message, **more)
     meant = lost if losses is None else losses.note(lost)
     if meant is lost and not isinstance(error, EngineLostError):
-        engine.suspect()
+        engine.state.suspect()
     return meant
 
 
@@ -301,7 +301,7 @@ def engine_error(
 
 def aborted(engine: Engine) -> ProxyError:
     """An engine that ends gives up requests with status 200; /health tells whether it does."""
-    engine.suspect()
+    engine.state.suspect()
     message = f"{engine.name} gave the request up"
     return _failure(engine, 502, "aborted", message, can_restart=True)
 

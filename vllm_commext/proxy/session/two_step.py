@@ -28,12 +28,8 @@ from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume, bad_request
 from vllm_commext.proxy.session.transcript import Room, Transcript
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+    **{"do_remote_decode": True, "do_remote_prefill": False},
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
 # A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
 # the token itself is thrown away.
@@ -179,7 +175,7 @@ def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
     first, *others = known.ranks
     if others:
         return AtOnce.SEVERAL
-    return AtOnce.BUSY if engine.num_waiting >= MAX_WAITING else first.channel
+    return AtOnce.BUSY if len(engine.work.waiting) >= MAX_WAITING else first.channel
 
 
 def reason_against(body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:

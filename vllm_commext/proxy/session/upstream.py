@@ -371,7 +371,7 @@ class Upstream:
         has_lost = bool(payload.losses.engines)
         while True:
             chosen = chosen or pool.choose([*tried, *others], payload.prefix)
-            is_known = chosen is not None and not (has_lost and chosen[0].suspected)
+            is_known = chosen is not None and not (has_lost and chosen[0].state.suspected)
             if is_known or time.monotonic() >= end:
                 break
             chosen = None
@@ -392,9 +392,9 @@ class Upstream:
         try:
             if has_turns or is_repeated:
                 with (
-                    engine.working(tokens),
+                    engine.work.counted(tokens),
                     failures_of(engine, seconds, payload.losses, side),
-                    Deadline(seconds, engine.on_lost),
+                    Deadline(seconds, engine.work.on_lost),
                 ):
                     taken = await engine.repeats.take(tokens) if is_repeated else 0
                     if has_turns:
@@ -415,10 +415,10 @@ class Upstream:
     ) -> tuple[dict[str, Any] | None, Cached | None, Job | None]:
         seconds = self.config.prefill_timeout_seconds
         with (
-            engine.working(payload.tokens - held),
+            engine.work.counted(payload.tokens - held),
             self._computing(engine, payload, held) as job,
             failures_of(engine, seconds, payload.losses, PREFILL),
-            Deadline(seconds, engine.on_lost),
+            Deadline(seconds, engine.work.on_lost),
         ):
             payload.mark(PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
@@ -441,7 +441,7 @@ class Upstream:
         is_stream = payload.is_stream
         bound = seconds if is_stream else None
         with ExitStack() as work:
-            work.enter_context(engine.working(payload.tokens))
+            work.enter_context(engine.work.counted(payload.tokens))
             answer, job = self._expected(engine, payload, held)
 
             def forget() -> None:
@@ -451,7 +451,7 @@ class Upstream:
                         one.end(now, False)
 
             work.callback(forget)
-            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.on_lost):
+            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.work.on_lost):
                 payload.mark(DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
                 payload.mark(DECODE_ANSWERS, engine)

@@ -155,8 +155,8 @@ class EngineView:
         before, state = self.state, state_of(engine)
         if state != before:
             self.state, self.since = state, now
-        if state in ("down", "suspected") and engine.detail != "ok":
-            self.error, self.error_at = engine.detail, now
+        if state in ("down", "suspected") and (detail := engine.state.detail) != "ok":
+            self.error, self.error_at = detail, now
         engine.load.look(time.monotonic())
         self._prompt_seconds.append(engine.load.recent.seconds)
         return state != before
@@ -170,7 +170,7 @@ class EngineView:
         used = cache.others + context + answers.coming + cache.unread
         return {
             **{"name": engine.name, "role": engine.role, "url": engine.url, "state": self.state},
-            **{"since": now - self.since, "in_flight": engine.in_flight},
+            **{"since": now - self.since, "in_flight": engine.work.in_flight},
             **{"computing": len(load.prompts.jobs), "waiting": len(load.queue)},
             **{"answers": answers.num_begun, "cache": used / cache.size if cache.size else None},
             "share": (seen[-1] - seen[0]) / max(len(seen) - 1, 1) / LOOK_SECONDS,
@@ -181,11 +181,11 @@ class EngineView:
 
 
 def state_of(engine: Engine) -> str:
-    if not engine.healthy:
+    if not engine.state.healthy:
         return "down"
-    if engine.draining or engine.drains_itself:
+    if engine.state.drains:
         return "draining"
-    return "suspected" if engine.suspected else "ready"
+    return "suspected" if engine.state.suspected else "ready"
 
 
 class Window:
