@@ -110,9 +110,10 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
+        is_open = 2 * max(self.failed) <= self.total and min(self.good) < ALMOST_ALL * self.total
         away = max(self.ratio, 1 / self.ratio if self.ratio else math.inf) - 1
         is_more_than_few = abs(self.good[1] - self.good[0]) > FEW * self.rounds
-        return self.noise is not None and away > self.noise and is_more_than_few
+        return is_open and self.noise is not None and away > self.noise and is_more_than_few
 
 
 def compare(first: Sequence[Round], second: Sequence[Round], limits: Limits) -> Comparison:

@@ -99,10 +99,9 @@ async def _run(args: argparse.Namespace, urls: Mapping[str, str]) -> int:
 
 def _verdicts(contestants: Sequence[Contestant], limits: Limits) -> list[tuple[str, bool]]:
     """A sentence for each endpoint but the first, and whether that is worse."""
-    found: list[tuple[str, bool]] = []
-    first = contestants[0]
-    for one in contestants[1:]:
-        compared = figures.compare(first.rounds, one.rounds, limits)
-        is_bad = compared.differs and compared.ratio < 1
-        found.append((figures.verdict((first.name, one.name), compared), is_bad))
-    return found
+    first, *others = contestants
+    compared = [(one.name, figures.compare(first.rounds, one.rounds, limits)) for one in others]
+    return [
+        (figures.verdict((first.name, name), one), one.differs and one.ratio < 1)
+        for name, one in compared
+    ]

@@ -65,6 +65,7 @@ def rounds(*good: int, of: int = 100) -> list[list[Sample]]:
         (rounds(50, 60), rounds(60, 61), r"no difference beyond noise: .*\(noise 20 %\)"),
         (rounds(50), rounds(60), "1.20x .*one round shows no noise"),
         (rounds(100, 99), rounds(99, 100), "raise it to see one"),
+        (rounds(300, 300, 300, of=300), rounds(297, 297, 297, of=300), "both serve all but 9 "),
         (rounds(0, 0), rounds(0, 0), "neither A nor B serves any"),
         (rounds(0, 0), rounds(50, 50), r"many times .*\(noise 4 %\): worth it"),
         (rounds(0, 0), rounds(1, 1), r"no difference .*\(noise 200 %\)"),
@@ -84,6 +85,7 @@ def test_the_verdict_is_one_sentence_to_act_upon(
     text = figures.verdict(("A", "B"), found)
     assert "\n" not in text
     assert re.search(said, text)
+    assert found.differs == ("worth it" in text)
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=5))
