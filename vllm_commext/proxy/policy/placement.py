@@ -214,11 +214,11 @@ class Planner:
                 had, until = 1, max(0.0, answer.first_at - now)
                 behind = max(0.0, backlog - until)
                 new_behind = max(0.0, backlog + more - until)
+            if left < 0.0 < behind or new_behind <= 0.0 <= new_left:
+                continue  # late in any case, or in time even so
             if new_left < 0.0:
                 found += _share_late(lengths, new_behind, new_left, had)
                 found -= _share_late(lengths, behind, left, had)
-            elif new_behind <= 0.0:
-                continue  # in time even so
             elif (needed := had + behind / left if behind > 0.0 else had) < MOST_BINNED:
                 new = had + new_behind / new_left
                 late = longer[place_of[int(new)]] if new < MOST_BINNED else 0.0
