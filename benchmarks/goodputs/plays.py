@@ -11,6 +11,8 @@ from vllm_commext.bench.figures import Sample
 from vllm_commext.limits import Limits
 
 DIGITS = 5
+_SAMPLES = "samples: at, first, last, gap, prompt, output, error, placement, engine"
+NAMES = "workload", "rate", "round", "contestant", "told", "late", _SAMPLES
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,8 @@ def as_line(play: Play) -> str:
         for one in play.samples
     ]
     told = [play.told.tpot, play.told.first] if play.told else None
-    content = {
-        "workload": play.workload,
-        "rate": play.rate,
-        "round": play.number,
-        "contestant": play.contestant,
-        "told": told,
-        "late": round(play.late, DIGITS),
-        "samples: at, first, last, gap, prompt, output, error, placement, engine": samples,
-    }
+    head = play.workload, play.rate, play.number, play.contestant, told, round(play.late, DIGITS)
+    content = dict(zip(NAMES, (*head, samples), strict=True))
     return json.dumps(content, separators=(",", ":"))
 
 

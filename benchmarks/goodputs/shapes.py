@@ -1,10 +1,13 @@
-"""Workloads whose prompts grow by turns, beside those of ``vllm-commext bench``."""
+"""Workloads beside those of ``vllm-commext bench``: turns, bursts, and windows of traces."""
 
 from __future__ import annotations
 
+import csv
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 
 from vllm_commext.bench import workload
 from vllm_commext.bench.workload import Arrival, Draw, Shape, poisson_times
@@ -86,7 +89,7 @@ def _single(
 
 
 _ANSWER = Draw(160, 0.7, 16, 512)
-WORKLOADS: Mapping[str, Shape] = {
+WORKLOADS: dict[str, Shape] = {
     **workload.WORKLOADS,
     CODE: _single(poisson_times, Draw(2048, 1.0, 64, 8000).tokens, Draw(28, 0.8, 4, 200)),
     BURST: _single(gamma_times, Draw(4000, 1.0, 256, 16000).tokens, _ANSWER),
@@ -109,6 +112,30 @@ WORKLOADS: Mapping[str, Shape] = {
         most=32000,
     ).draw,
 }
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Arrivals of a trace in Mooncake's JSON lines or in Azure's CSV."""
+    if path.suffix != ".csv":
+        return workload.read_trace(path)
+    found: list[Arrival] = []
+    for row in csv.DictReader(path.read_text().splitlines()):
+        at = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+        found.append(Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+    return found
+
+
+def windows_of(trace: Sequence[Arrival]) -> Shape:
+    """Windows that a seed chooses, their times scaled to the rate."""
+
+    def draw(rate: float, seconds: float, seed: int) -> list[Arrival]:
+        num = round(rate * seconds)
+        begin = random.Random(seed).randrange(len(trace) - num)
+        window = trace[begin : begin + num]
+        start, scale = window[0].at, seconds / (window[-1].at - window[0].at)
+        return [replace(one, at=(one.at - start) * scale) for one in window]
+
+    return draw
 
 
 def held_tokens(arrivals: Sequence[Arrival]) -> list[int]:

@@ -2,24 +2,25 @@
 
 `measured`: beside the cells of a measurement on two H100. `fleets`: adaptive placement beside the
 best of all other ways by hindsight, whose order, chunk and split are searched for each cell.
-`ablation`: what each constant of the policy earns.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from goodputs import shapes
 from goodputs.policies import Adaptive, Fixed, Replicas, Simple, Tuned
 from goodputs.simulator import Hardware, Policy, Request, Simulation
 from vllm_commext.bench.figures import QUANTILES, quantile
-from vllm_commext.bench.workload import MIXED
+from vllm_commext.bench.workload import MIXED, Arrival
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy import load, placement, speed
+from vllm_commext.proxy.policy.speed import area_of
 
 PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")
@@ -34,6 +35,18 @@ SATURATION = {
     shapes.BIMODAL: 8.5,
 }
 """Requests a second that an engine could take without any limit, about."""
+
+
+def saturation(trace: Sequence[Arrival]) -> float:
+    """The same of a trace, by times of prompts and tokens."""
+    of, seconds = Hardware(), 0.0
+    for one, held in zip(trace, shapes.held_tokens(trace), strict=True):
+        new = one.prompt_tokens - held
+        seconds += new * of.prompt_token + of.million_pairs * area_of(new, held)
+        seconds += one.output_tokens * (of.answer + of.context_token * one.prompt_tokens)
+    return 0.85 * len(trace) / seconds  # of the workloads above it is 0.74 to 0.91
+
+
 Build = Callable[[Sequence[Hardware], Limits], Policy]
 CONTESTANTS: dict[str, Build] = {
     "replicas": lambda hardware, limits: Replicas(hardware),
@@ -65,30 +78,13 @@ def share_good(
         arrivals = shapes.WORKLOADS[workload](rate, SECONDS, seed)
         requests = Simulation(PAIR, arrivals, policy).run()
         found += [one for one in requests if one.arrival.at >= WARM_SECONDS]
-    return sum(one.is_good(limits) for one in found) / max(len(found), 1)
+    return _share(found, limits)
 
 
 def told(first: Sequence[float], tpot: Sequence[float], good: Sequence[float]) -> str:
     """Quantiles of the first token and of the time per token in ms, and % in time."""
     texts = [[f"{1e3 * value:.0f}" for value in first], [f"{1e3 * value:.1f}" for value in tpot]]
     return " ".join("/".join(of) for of in (*texts, [f"{100 * share:.0f}" for share in good]))
-
-
-def simulated_figures(requests: Sequence[Request]) -> str:
-    """See `told`."""
-    first, tpot = (
-        [quantile(values, share) for share in QUANTILES]
-        for values in ([one.first_token for one in requests], [one.per_token for one in requests])
-    )
-    num_good = [sum(one.is_good(of) for one in requests) for of in MEASURED_LIMITS]
-    return told(first, tpot, [num / len(requests) for num in num_good])
-
-
-def measured_figures(row: Mapping[str, Any]) -> str:
-    """See `told`."""
-    names = [f"{1e3 * of.tpot:g} ms, {1e3 * of.first:g} ms" for of in MEASURED_LIMITS]
-    good = [sum(row["good"][name]) / row["requests"] for name in names]
-    return told(row["first"], row["tpot"], good)
 
 
 def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, list[Request]]:
@@ -115,11 +111,16 @@ def print_measured(_: argparse.Namespace) -> None:
     seconds = float(content["about"]["arrivals"].split()[0])
     rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
     rates = list(dict.fromkeys(rate for _, rate in rows))
+    names = [f"{1e3 * of.tpot:g} ms, {1e3 * of.first:g} ms" for of in MEASURED_LIMITS]
     print("| requests/s | way | simulated | measured |\n|---|---|---|---|")
     for way in ("replicas", "fixed", "adaptive"):
         for rate, requests in replayed(way, rates, seconds).items():
-            cells = simulated_figures(requests), measured_figures(rows[way, rate])
-            print(f"| {rate:g} | {way} | {' | '.join(cells)} |")
+            both = [one.first_token for one in requests], [one.per_token for one in requests]
+            first, tpot = ([quantile(values, share) for share in QUANTILES] for values in both)
+            simulated = told(first, tpot, [_share(requests, limits) for limits in MEASURED_LIMITS])
+            row = rows[way, rate]
+            good = [sum(row["good"][name]) / row["requests"] for name in names]
+            print(f"| {rate:g} | {way} | {simulated} | {told(row['first'], row['tpot'], good)} |")
 
 
 class Cell(NamedTuple):
@@ -163,18 +164,14 @@ def others(cell: Cell) -> dict[Limits, dict[str, float]]:
     return found
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    for each in product(args.engines, args.workloads, args.loads, args.seeds):
-        yield Cell(*each)
-
-
 def print_fleets(args: argparse.Namespace) -> None:
     print("| engines | load | cells | best other | adaptive | least | mean | below 0.97 |")
     print("|---|---|---|---|---|---|---|---|")
     lost: list[str] = []
     for num, at in product(args.engines, args.loads):
         pairs: list[tuple[float, float]] = []
-        for cell in cells(argparse.Namespace(**{**vars(args), "engines": [num], "loads": [at]})):
+        for workload, seed in product(args.workloads, args.seeds):
+            cell = Cell(num, workload, at, seed)
             for limits, shares in others(cell).items():
                 best = max(shares, key=lambda name: shares[name])
                 if shares[best] >= MIN_SHARE:
@@ -190,35 +187,7 @@ def print_fleets(args: argparse.Namespace) -> None:
     print("\n".join(["", *lost]))
 
 
-CHANGES: list[tuple[Any, str, Any]] = [
-    (placement, "MAX_SEEN", 1000),
-    (placement, "DELAY_WEIGHT", 1e-6),
-    (placement, "OTHERS_DELAY", 0.0),
-    (placement, "GIVEN_UP", 1e9),
-    (load, "RECENT_SECONDS", 10.0),
-    (load, "SAME_STEP_SECONDS", 0.0),
-    (load, "SPARED", 1.0),
-    (load, "SPARED", 0.1),
-    (load, "IN_TIME", 1.0),
-    (speed, "FORGETTING", 0.997),
-    (speed, "MAX_RATIO", 1e9),
-    (speed, "UNKNOWN_LENGTHS", (1,)),
-    (speed, "_SPREAD", {0: 1.0}),
-]
-"""A module's constant, and a value with which it does little."""
-
-
-def print_ablation(args: argparse.Namespace) -> None:
-    print("| constant | with | share in time |\n|---|---|---|")
-    for module, name, value in [(placement, "MAX_SEEN", placement.MAX_SEEN), *CHANGES]:
-        before = getattr(module, name)
-        setattr(module, name, value)
-        shares = [cell.share(Adaptive, limits) for cell in cells(args) for limits in TOLD]
-        setattr(module, name, before)
-        print(f"| {name} | {value} | {sum(shares) / len(shares):.1%} |", flush=True)
-
-
-TABLES = {"measured": print_measured, "fleets": print_fleets, "ablation": print_ablation}
+TABLES = {"measured": print_measured, "fleets": print_fleets}
 
 
 def main() -> None:
@@ -226,9 +195,18 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--engines", type=int, nargs="+", choices=SPLITS, default=SPLITS)
     parser.add_argument("--workloads", nargs="+", choices=SATURATION, default=SATURATION)
+    parser.add_argument("--traces", type=Path, nargs="+", help="JSON lines or CSV: these alone")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of saturation")
+    parser.add_argument("--set", nargs="+", default=(), help="the policy's: placement.MARGIN=0.2")
     parser.add_argument("--seeds", type=int, nargs="+", default=(201,), help="of the arrivals")
     args = parser.parse_args()
+    for module, constant, value in [one.replace("=", ".", 1).split(".", 2) for one in args.set]:
+        setattr(import_module("vllm_commext.proxy.policy." + module), constant, literal_eval(value))
+    for path in args.traces or ():
+        trace = shapes.read_trace(path)
+        shapes.WORKLOADS[path.stem] = shapes.windows_of(trace)
+        SATURATION[path.stem] = saturation(trace)
+    args.workloads = [path.stem for path in args.traces or ()] or args.workloads
     TABLES[args.table](args)
 
 
