@@ -255,24 +255,6 @@ async def test_the_oldest_idle_connection_goes_where_there_are_too_many(
         await served(cluster)
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-async def test_new_connections_are_not_idle_and_those_beyond_the_limit_hear_it(
-    kit: Any, is_whole: bool
-) -> None:
-    """A hundred at once, with their requests or before them: each is answered, none reset."""
-    asked = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    async with kit.cluster(max_connections=20) as cluster:
-        clients = [await Stranger.of(cluster, asked if is_whole else b"") for _ in range(100)]
-        await asyncio.sleep(0.1)
-        if not is_whole:
-            for one in clients:
-                one.send(asked)
-        statuses = [(await one.answer())[0] for one in clients]
-        assert set(statuses) <= {200, 503}
-        assert is_whole or statuses.count(200) == 20
-        assert await is_live(cluster)
-
-
 async def test_one_whose_request_is_there_but_not_read_is_not_idle(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,29 +396,3 @@ async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_an
         assert told.count(b"HTTP/1.1") == 1 + streams
         assert (b'"internal"' in told) == streams
         assert told.count(b"\r\n0\r\n\r\n") == streams
-
-
-async def test_of_lists_of_models_few_are_asked_for_at_a_time(kit: Any) -> None:
-    """Each costs a connection to an engine, which others' requests need too."""
-    async with kit.cluster(health_timeout_seconds=1.0) as cluster:
-        release, asked = asyncio.Event(), 0
-
-        async def models(call: Any) -> None:
-            nonlocal asked
-            asked += 1
-            await release.wait()
-            asked -= 1
-            await call.answer(200, b"{}")
-
-        async def ask() -> int:
-            return (await cluster.get("/v1/models")).status
-
-        cluster.decode[0].models = models
-        asking = [asyncio.ensure_future(ask()) for _ in range(40)]
-        await kit.until(lambda: asked == 8, "questions")
-        await served(cluster)
-        assert asked == 8
-        assert set(await asyncio.gather(*asking)) == {503, 504}
-        release.set()
-        await kit.until(lambda: asked == 0, "an idle engine")
-        assert await asyncio.gather(*(ask() for _ in range(40))) == [200] * 40

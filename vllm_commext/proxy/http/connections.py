@@ -388,27 +388,46 @@ class Handshake(asyncio.Protocol):
     """A connection before the end of its TLS handshake; it counts like any other."""
 
     def __init__(self, one: Connection, tls: ssl.SSLContext) -> None:
-        self._one, self._tls = one, tls
+        self._one, self._tls, self._early = one, tls, b""
 
     def connection_made(self, transport: Any) -> None:
+        self._transport = transport
         transport.pause_reading()  # until TLS reads
         self._one.enter(transport)
         self._task = asyncio.create_task(self._shake_hands(transport))
 
+    def data_received(self, data: bytes) -> None:
+        """uvloop reads what has come in spite of the pause, which it knows from then on alone."""
+        self._early += data
+        self._transport.pause_reading()
+
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            secured = await loop.start_tls(
+        began = asyncio.create_task(
+            loop.start_tls(
                 *(transport, self._one, self._tls),
                 server_side=True,
                 ssl_handshake_timeout=_TLS_SECONDS,
             )
+        )
+        await asyncio.sleep(0)
+        loop.call_soon(self._pass_on)  # behind what TLS begins with, and before it reads
+        try:
+            secured = await began
         except OSError:  # or it has been cut
             secured = None
         if secured is None or secured.is_closing():
             self._one.cut()
         else:
             self._one.connection_made(secured)
+
+    def _pass_on(self) -> None:
+        tls: Any = self._transport.get_protocol()
+        while self._early and tls is not self:
+            room = tls.get_buffer(len(self._early))[: len(self._early)]
+            room[:] = self._early[: len(room)]
+            tls.buffer_updated(len(room))
+            self._early = self._early[len(room) :]
 
 
 def serving(request: web.Request) -> AbstractContextManager[None]:
