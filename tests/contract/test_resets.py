@@ -26,11 +26,13 @@ from tests.kit.tiny_lora import write_named
 from vllm_commext.compat import monkey_patch, resets
 from vllm_commext.nixl.connector import CommextNixlConnector
 from vllm_commext.nixl.decode.prompt_match import CLOCK_SECONDS
+from vllm_commext.nixl.wire.params import COMPUTED_BY, TELLS
 
 PROMPT = list(range(14))
 FIRST = next_token(PROMPT)
 ANSWER = [FIRST, next_token([*PROMPT, FIRST])]
 EVERY_POSITION = list(range(14))
+TO_READ = {"do_remote_prefill": True}
 PAUSES = [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]
 MakeCore = Callable[..., Core]
 
@@ -61,6 +63,23 @@ def kept(make_core: MakeCore, num: int = 1) -> Core:
         core.turn()
     assert len(core.worker.kept) == num
     return core
+
+
+@pytest.mark.parametrize("params", [{}, {"answer_token_ids": ANSWER}, TO_READ])
+def test_a_router_that_asks_is_told_first_what_computes_an_answer(
+    make_core: MakeCore, params: dict[str, Any]
+) -> None:
+    core = make_core("kv_both")
+    asking = {**params, TELLS: True}
+    core.add(request_of("before", PROMPT, asking, max_tokens=3))
+    core.run("before")
+    reload_weights(core)
+    core.add(request_of("without", PROMPT, params, max_tokens=3))
+    core.add(request_of("after", PROMPT, asking, max_tokens=3))
+    core.run("without", "after")
+    marks = [one for one in core.outputs if COMPUTED_BY in (one.kv_transfer_params or ())]
+    assert [(one.request_id, one.new_token_ids) for one in marks] == [("after", [])]
+    assert next(one for one in core.outputs if one.request_id == "after") is marks[0]
 
 
 @pytest.mark.parametrize("state", PAUSES)

@@ -8,6 +8,7 @@ some of vLLM's parsers make something else; then the next engine gets them in th
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from vllm_commext.proxy.session.transcript import Room, Transcript
 
 PAGE = generate_docs.ROOT / "docs" / "proxy.md"
 ROOM_BYTES = 1 << 20
+FIRST_ID = re.compile(rb'"prompt_token_ids":\[(\d+)')
+FROM_A_CLOCK = re.compile(rb'"created":\d+|"id":"[^"]*"')
 THINKING = {"thinking": True, "enable_thinking": True, "reasoning_effort": "high"}
 SAMPLED = {"step3", "deepseek_v3", "deepseek_v31", "hunyuan_a13b", "deepseek_r1", "holo2", "hy_v4"}
 """Parsers that answered otherwise, or not, when all tokens came at once."""
@@ -178,6 +181,22 @@ def test_streams_lost_after_some_tokens() -> None:
             lose(case, of_a_slow_server(case, dice), tally, most=1)
     assert tally.places > 100
     assert (tally.refused, tally.wrong) == ([], [])
+
+
+@pytest.mark.parametrize("given", [0, 3])
+def test_a_chats_first_event_tells_what_computes_it_and_the_rest_is_as_without(given: int) -> None:
+    """Also before parsers that read the prompt's ids, and where the answer is resumed."""
+    for case in [one for one in CASES if one.reasoning in ("hf", "deepseek_r1")]:
+        api, pieces = case.api(), one_by_one(case)
+        params = {"answer_token_ids": sum(pieces[:given], [])} if given else None
+        plain = api.events(pieces, params, given)
+        api.mark = 1 << 63
+        marked = api.events(pieces, params, given)
+        ids = [int(FIRST_ID.findall(events[0])[0]) for events in (plain, marked)]
+        assert ids == [api._prompt_ids[0], api._prompt_ids[0] + (1 << 95)]
+        transcript = Transcript(Room(ROOM_BYTES), {"return_token_ids": True}, 0)
+        edited = transcript.edit(b"".join(marked))
+        assert FROM_A_CLOCK.sub(b"", edited or b"") == FROM_A_CLOCK.sub(b"", b"".join(plain))
 
 
 def test_each_number_of_tokens_in_a_cache_is_the_prefill_engines() -> None:

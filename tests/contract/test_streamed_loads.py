@@ -159,7 +159,7 @@ def test_a_request_that_is_aborted_before_its_token_is_told_nothing_and_forgotte
     prompts = prompts_of(decode)
     if is_loaded:
         decode.worker.holds_loads = False
-        turn_until(decode, lambda: bool(prompts._tokens._loaded or prompts._unread))
+        turn_until(decode, lambda: bool(prompts.tokens._loaded or prompts._unread))
     told = decode.answer("d").tokens
     decode.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
     if not is_loaded:
@@ -192,7 +192,7 @@ def test_an_engine_with_nothing_to_compute_waits_for_a_token_that_is_about_to_co
     begin(decode, channel, max_tokens=3)
     token = offered(make_core, max_tokens=3)
     decode.worker.holds_loads = False
-    turn_until(decode, lambda: bool(prompts_of(decode)._tokens._loaded))
+    turn_until(decode, lambda: bool(prompts_of(decode).tokens._loaded))
     later = threading.Timer(0.2, channel.directory.tell, (KEY, *token))
     later.start()
     turn_until(decode, lambda: has_ended(decode, "d"))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.cpu import behind_proxy
-from tests.kit import cluster, parity
+from tests.kit import cluster
 from tests.kit.metrics import scrape
 from tests.kit.parity import compare, complete
 from tests.kit.servers import ProxyServer, Server
@@ -108,13 +108,3 @@ def test_an_adapter_loaded_anew_at_one_engine_is_no_answer_of_the_other_one(
     servers.check("second", is_read=False)
     servers.load("first", servers.decode)
     servers.check("first", is_read=True)
-
-
-def test_an_adapter_loaded_between_the_two_steps_computes_the_prompt(servers: Servers) -> None:
-    servers.load("first", servers.prefill, servers.decode)
-    prompt = [_dice.randrange(32, 127) for _ in range(100)]
-    params = parity.prefill(servers.prefill.url, "a", prompt)
-    servers.load("second", servers.prefill, servers.decode)
-    got = complete(servers.decode.url, "a", prompt, extra={"kv_transfer_params": params})
-    assert compare(complete(servers.plain.url, "second", prompt), got, ATOL).equal
-    servers.check("second", is_read=True)

@@ -57,12 +57,13 @@ CONTINUOUS: dict[str, Any] = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True}
 }
 REUSED = "vllm:commext_nixl_reuse_blocks_total"
-ADAPTER = "adapted"
+ADAPTER, OTHER = "adapted", "adapted otherwise by the second"
 # Kinds of models, whether servers offer blocks to one another, and what else they do.
 SERVED = (
     pytest.param(("llama", True, ""), id="llama"),
     pytest.param(("llama", False, ""), marks=pytest.mark.long, id="llama without reuse"),
     pytest.param(("llama", True, ADAPTER), marks=pytest.mark.long, id="lora"),
+    pytest.param(("llama", True, OTHER), marks=pytest.mark.long, id="another lora"),
     pytest.param(("granite1", False, ""), marks=pytest.mark.long, id="granite1"),
     pytest.param(("qwen3next", False, ""), marks=pytest.mark.long, id="qwen3next"),
 )
@@ -101,7 +102,7 @@ class Servers:
 
     @property
     def model(self) -> str:
-        return ADAPTER if self.does == ADAPTER else cluster.MODEL_NAME
+        return ADAPTER if self.does else cluster.MODEL_NAME
 
     def asked(self, names: Iterable[str]) -> list[str]:
         """Those of these that are asked for now."""
@@ -141,9 +142,13 @@ def servers(
     args += [] if kind == "llama" else ["--no-enable-prefix-caching"]
     args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args += ["--reasoning-parser", "deepseek_r1"]  # holds nothing back that the end could leave out
-    if does == ADAPTER:
-        adapter = write_lora(folder / ADAPTER, model, 0)
-        args += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"]
+    named: dict[str, list[str]] = {}
+    if does:
+        args += ["--enable-lora", "--max-lora-rank", "8"]
+        paths = [write_lora(folder / f"lora{seed}", model, seed) for seed in range(2)]
+        first, second = (["--lora-modules", f"{ADAPTER}={path}"] for path in paths)
+        args += first
+        named = {"second": second} if does == OTHER else named
     plain = cluster.plain_server("plain", model, folder, args=args, environ=cluster.PLAIN_ENVIRON)
     roles = {"prefill": "kv_producer", "first": "kv_consumer", "second": "kv_consumer"}
     made = {
@@ -152,7 +157,7 @@ def servers(
             model,
             folder,
             cluster.kv_transfer_config(role, extra={"reuse_blocks": reuses}),
-            args=[*args, *fleet.DRAIN_ARGS],
+            args=[*args, *named.get(name, ()), *fleet.DRAIN_ARGS],
             environ=fleet.drain_environ(folder, name),
         )
         for name, role in roles.items()
@@ -216,6 +221,9 @@ def test_answers_leave_a_server_that_drains(servers: Servers, moves: bool) -> No
     logger.info("moved: %s; pauses of %s s in all %s", results, *pauses)
     for name, stream in found.items():
         check(name, stream, expected[name])
+    if servers.does == OTHER:
+        assert results == {Resume.FAILED if moves else Resume.OFF: len(names)}
+        return
     # Parsers may cut a chat otherwise where all tokens come at once: it stays.
     gone = {name for name, stream in found.items() if NOTE in stream.raw}
     assert len(gone) == num_moved
@@ -264,6 +272,10 @@ def test_answers_go_on_at_another_server(servers: Servers) -> None:
         before = scrape(servers.second.url)
         found = in_threads({name: one.read for name, one in streams.items()})
         page = scrape(proxy.url)
+    if servers.does == OTHER:
+        assert page.total(RESUMES, result="failed") == page.total(RESUMES) == len(names)
+        assert all(b'"error"' in stream.raw and NOTE not in stream.raw for stream in found.values())
+        return
     for name, stream in found.items():
         assert stream.raw.count(NOTE) == 1, f"{name}: {stream.raw[-500:]!r}"
         check(name, stream, expected[name])

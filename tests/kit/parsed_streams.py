@@ -27,6 +27,7 @@ from vllm.v1.request import Request
 
 from tests.kit.installed import VLLM
 from vllm_commext.compat import first_token
+from vllm_commext.nixl.wire.params import COMPUTED_BY, TELLS
 
 END = "<end of answer>"
 _MARK = re.compile(r"</?\|?[^<>\s=]{2,40}>|\[[A-Z_]{4,}\]|\]<\]minimax\[>\[")
@@ -59,7 +60,8 @@ def tokenizer_of(texts: tuple[str, ...], marks: tuple[str, ...] = ()) -> Any:
 class Api:
     """The API server of one engine: each stream of it has parsers of its own.
 
-    body: of the request; prompt: its text, in which reasoning may have begun.
+    body: of the request; prompt: its text, in which reasoning may have begun. mark: what computes
+    answers, by an engine core's word.
     """
 
     tokenizer: Any
@@ -67,6 +69,7 @@ class Api:
     reasoning_parser: str | None
     body: dict[str, Any] = field(default_factory=dict)
     prompt: str = _PROMPT
+    mark: int = 0
 
     def __post_init__(self) -> None:
         model = MagicMock(model="tiny", hf_config=MagicMock(model_type=""))
@@ -114,16 +117,18 @@ class Api:
             skip_special_tokens=chat.skip_special_tokens,
             spaces_between_special_tokens=chat.spaces_between_special_tokens,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": params} if params else None,
+            extra_args={"kv_transfer_params": {**(params or {}), TELLS: bool(self.mark)}},
         )
         request = EngineCoreRequest(
             "one", self._prompt_ids, None, sampling, None, 0.0, None, None, None
         )
         request.external_req_id = "one"
-        queue = RequestOutputCollector(RequestOutputKind.DELTA, "one")
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "chatcmpl-one")
         processor = OutputProcessor(self.tokenizer, log_stats=False)
         processor.add_request(request, self.prompt, None, 0, queue)
-        batches = [*_resumed(request, pieces[:given]), *map(self._step, pieces[given:])]
+        mark = EngineCoreOutput("one", [], kv_transfer_params={COMPUTED_BY: self.mark})
+        batches = [[mark]] if self.mark else []
+        batches += [*_resumed(request, pieces[:given]), *map(self._step, pieces[given:])]
         results = _results(processor, queue, batches)
         events = serving.chat_completion_stream_generator(
             chat, results, "chat", "tiny", [], self.tokenizer, MagicMock(), kwargs

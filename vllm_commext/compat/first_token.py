@@ -8,10 +8,9 @@ the prompt, as always, and computes this token's position when the blocks are th
 happens with all tokens of an answer that is resumed here, which `resumed_answers` hands out one by
 one.  vLLM's own function decides whether the last token ends the answer.
 
-vLLM's policy for failed loads does not apply to a request whose client has its first token: it is
-computed here, like after a preemption.  The worker side keeps such a failure from vLLM, and the
-scheduler notes it here as under the policy ``recompute``.  A prompt that is read while it is
-computed may get its token before its last block, so all failures of such loads are kept from vLLM.
+vLLM's policy for failed loads does not apply to a request whose client has its first token, nor to
+a prompt that is read while it is computed, as the token may come before the last block: they are
+computed here, like after a preemption. The worker side keeps such failures from vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.nixl.first_token import FirstToken, Sampler, facts_digest
-from vllm_commext.nixl.wire.params import is_for_decode, params_of, pieces_of
+from vllm_commext.nixl.wire.params import COMPUTED_BY, is_for_decode, params_of, pieces_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +84,11 @@ class FirstTokens:
         """Send what first tokens there are; ``core`` is vLLM's ``EngineCoreProc``."""
         scheduler = core.scheduler
         self._source.note_step(scheduler)
+        marks = self._source.tokens.marks
+        while marks:
+            request, mark = marks.pop()
+            told = EngineCoreOutput(request.request_id, [], kv_transfer_params={COMPUTED_BY: mark})
+            core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=[told])))
         for request_id, must_compute in self._source.take_unread():
             _end_load(core, request_id, must_compute=must_compute)
         is_idle = not scheduler.running

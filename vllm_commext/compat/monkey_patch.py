@@ -79,7 +79,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         ),
         why="tokens of an answer that began at another engine must reach parsers as they did "
         "there, and vLLM merges outputs, without a hook",
-        guard="the part `nixl first token` fits; only requests with such an answer",
+        guard="the part `nixl first token` fits; only requests that a router asks for so",
         test="tests/contract/test_resumed_answers.py",
         removal="vLLM lets an engine go on with an answer, or keeps outputs apart",
     ),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from vllm_commext.compat import fits
 from vllm_commext.compat.monkey_patch import is_patched, wrap
-from vllm_commext.nixl.wire.params import ANSWER
+from vllm_commext.nixl.wire.params import ANSWER, COMPUTED_BY, MARK_BITS, TELLS
 
 PART = "nixl first token"
 ADD = "vllm.v1.engine.output_processor:OutputProcessor.add_request"
@@ -30,13 +31,13 @@ class PieceCollector(RequestOutputCollector):
     """Hands out the outputs of a resumed answer one by one, and merges later ones as vLLM does.
 
     num_left: tokens of the answer still to be repeated. is_repeating: outputs that are put are its.
+    mark: what computes it, for the router that asks; 0: nothing to be told.
     """
 
-    def begin(self, answer: list[int]) -> None:
-        self.answer, self.num_left = answer, len(answer)
-        self.is_repeating = False
-        self._outputs: deque[Any] = deque()
-        self._num_apart = 0
+    answer: Sequence[int] = ()
+    num_left = mark = _num_apart = 0
+    is_repeating = False
+    _outputs: deque[Any]
 
     def put(self, output: Any) -> None:
         last = self._outputs[-1] if len(self._outputs) > self._num_apart else None
@@ -48,9 +49,24 @@ class PieceCollector(RequestOutputCollector):
         elif last is not None:
             last.add(output, aggregate=self.aggregate)
             return
+        elif self.mark:
+            output = self._marked(output)
         self._outputs.append(output)
         self._num_apart += self.is_repeating
         self.ready.set()
+
+    def _marked(self, output: Any) -> Any:
+        """Tell a router what computes the answer with the prompt's first id. A chat's comes by
+        itself, as vLLM's parsers read those of others."""
+        told, (first, *others) = copy(output), output.prompt_token_ids
+        told.prompt_token_ids = [first + (self.mark << MARK_BITS), *others]
+        self.mark = 0
+        if not self.request_id.startswith("chat"):
+            return told
+        told.outputs, told.finished = [], False
+        self._outputs.append(told)
+        self._num_apart += 1
+        return output
 
     async def get(self) -> Any:
         if self._num_apart:
@@ -119,18 +135,27 @@ def _process_outputs(process: Process) -> Process:
 
 
 def expect(request: Any, queue: Any) -> None:
-    """Let the queue of a request with an answer keep apart what repeats it."""
-    answer = _answer_of(request)
-    if answer and type(queue) is RequestOutputCollector:
-        collector: Any = queue
-        collector.__class__ = PieceCollector
-        collector.begin(answer)
-        _waiting[request.request_id] = collector
+    """Let the queue of a request with an answer keep apart what repeats it, and that of one whose
+    router asks tell what computes it."""
+    params = _params_of(request)
+    told: Any = params.get(ANSWER)
+    answer = told if isinstance(told, list) else []
+    if (answer or params.get(TELLS)) and type(queue) is RequestOutputCollector:
+        collector: Any = queue  # which nobody waits at yet
+        collector.__class__, collector._outputs = PieceCollector, deque()
+        collector.answer, collector.num_left = answer, len(answer)
+        if answer:
+            _waiting[request.request_id] = collector
 
 
 def processed(
     process: Process, processor: Any, outputs: list[Any], timestamp: Any, stats: Any, weights: Any
 ) -> Any:
+    if outputs and COMPUTED_BY in (outputs[0].kv_transfer_params or ()):
+        told = outputs.pop()
+        state = processor.request_states.get(told.request_id)
+        if state is not None and isinstance(state.queue, PieceCollector):
+            state.queue.mark = told.kv_transfer_params[COMPUTED_BY]
     queue = _repeating(outputs) if _waiting else None
     if queue is None:
         return process(processor, outputs, timestamp, stats, weights)
@@ -141,10 +166,9 @@ def processed(
     return result
 
 
-def _answer_of(request: Any) -> list[int]:
+def _params_of(request: Any) -> dict[str, Any]:
     params = (getattr(request.sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
-    answer = params.get(ANSWER) if isinstance(params, dict) else None
-    return answer if isinstance(answer, list) else []
+    return params if isinstance(params, dict) else {}
 
 
 def _repeating(outputs: list[Any]) -> PieceCollector | None:

@@ -30,34 +30,7 @@ _PEERS = Meta(description='a list of side channels such as ["prefill-0:5600", "[
 @dataclass(frozen=True)
 class ConnectorConfig:
     """Settings of one engine's connector, validated once; all time spans are in seconds.
-
-    Attributes:
-        backends: NIXL backends to create, in order of preference.
-        backend_params: parameters of each backend, as NIXL's plug-ins name them; ``num_threads``
-            of UCX is 4 where it is not set, and each thread holds doorbell pages on RDMA NICs.
-        enforce_handshake_compat: refuse a peer whose configuration differs, or warn and go on where
-            the bytes still have the same size and order.
-        side_channel_host: address that a prefill engine listens on and tells the decode engine.
-        side_channel_port: port of the first data-parallel rank; rank ``i`` listens on ``port + i``.
-        side_channel_secret_file: "" for none; see ``seal``.
-        kv_lease_duration: a prefill engine keeps blocks for so long after the last sign of a
-            reader; decode engines that wait or read give one each sixth of it.
-        kv_lease_max_duration: it keeps them no longer, whatever the readers say.
-        handshake_timeout: bound on the exchange with a peer that is new to this worker.
-        peers: ``host:port`` of side channels to connect to before the first request.
-        transfer_timeout: a load fails when nothing of it has arrived for so long, although it was
-            its turn; its blocks stay out of use until NIXL reports the end of its reads.
-        max_bytes_in_flight: bytes that one worker reads from one prefill worker at a time; further
-            loads wait for their turn, and one that is larger is read alone.
-        host_copy: let peers read from a copy of the cache in host memory and write to the device
-            from there; also ``kv_buffer_device: cpu`` beside a cache on another device.
-        stream_begin_timeout: wait for a prefill engine to begin with a streamed request.
-        reuse_blocks: let a decode engine that goes on with another one's answer read its blocks.
-        reuse_lookup_timeout: wait for what others have; then it is computed.
-        mapped_reads: ``AUTO``: read the caches of prefill workers on this host that do so, too,
-            through a mapping of their GPU's memory; ``NEVER``: read everything by NIXL.
-        transport_probe: measure how fast the first peer's cache can be read, and log it.
-    """
+    docs/nixl_connector.md has the meaning of each."""
 
     side_channel_host: Annotated[str, Meta(min_length=1, description="a host name")]
     side_channel_port: Annotated[int, _PORT]

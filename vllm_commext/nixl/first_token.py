@@ -1,16 +1,9 @@
 """Decides if the token that a prefill engine sampled after a prompt is the decode engine's first.
 
-The decode engine then answers with it at once, loads the KV cache of all N prompt tokens, and goes
-on with the second token.  That is exact where the token is drawn from the same distribution:
-
-- Model: ``Sampler.digest`` covers every fact of the engine that peers compare.  It travels with the
-  token, since the token is used before the engines have shaken hands.
-- Prompt: the caller has compared it, adapter, salt and weights included.  Images, embeddings and
-  continued sessions go the usual way.
-- Logits: an engine that speculates, that watermarks or that has logits processors of its own
-  neither offers a token nor uses one.
-- Parameters: temperature, top-p, top-k and min-p are the same in both engines; what ends an answer
-  does not count; everything else, also of a later vLLM, goes the usual way.
+That is exact where both draw it from the same distribution, as docs/nixl_connector.md lists.
+``Sampler.digest`` covers every fact of an engine that peers compare and travels with the token,
+which is used before the engines have shaken hands. What ends an answer does not count. Everything
+else, also of a later vLLM, goes the usual way.
 
 So do seeds, as the second token depends on the state that the first one's drawing leaves, and the
 samples of one request, which must be independent.  Afterwards the scheduler takes the token for the

@@ -188,6 +188,12 @@ class Identity:
             weights=self._weights,
         )
 
+    def mark_of(self, request: Request) -> int:
+        """64 bits of the adapter and weights that compute a request, 0 for those of the start."""
+        prompt = self.prompt_of(request)
+        parts = prompt.lora, prompt.weights
+        return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:16], 16) if any(parts) else 0
+
     def begin_new_weights(
         self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], None]:

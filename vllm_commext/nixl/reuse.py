@@ -2,27 +2,10 @@
 those of others that this engine takes.  A question for them that is not answered in time, or not
 well, costs its request nothing but that time: the rest is computed.
 
-Each block of a running request is named and put on offer once it is complete, a bounded number of
-them before each step, so that a question is answered from a table.
-
-A block's name is a hash of all that its bytes follow from: the tokens in it, the hash of the block
-before it, and at the root the engine's configuration and weights, the block size, the LoRA adapter
-and the cache salt. So equal hashes mean equal beginnings of one tenant under one model, and a hash
-says nothing to who does not know them. vLLM's own block hashes begin with a number drawn by each
-process and cannot be compared.
-
-Nothing is kept: blocks are freed as ever, and vLLM's block pool tells when it hands one out
-again, before it does (``unpin_blocks``). Each block has a generation, a number
-that changes before the block's bytes do, in memory that a worker shares with its scheduler's
-process and has registered with NIXL. The scheduler side raises it when the block is handed out
-again, which is before any worker is told to write into it; a peer reads the generations after the
-blocks. Where it finds those that it was told with the blocks' ids, it has read what was on offer:
-
-    scheduler: raise (R) -> step sent -> worker: overwrite (W)
-    peer:      blocks read to the end (B) -> generation read (G)
-
-R comes before W, since W is caused by a message that is sent after R; B ends before G begins. If G
-does not see R, G comes before R, so B before W.
+Equal names of blocks mean equal beginnings of one tenant under one model, and say nothing to who
+does not know these. vLLM's own block hashes begin with a number drawn by each process and cannot be
+compared. Nothing is kept for readers: a block has a generation, which changes before its bytes do
+and which they read after those. docs/design/block_reuse.md shows why that is enough.
 """
 
 from __future__ import annotations

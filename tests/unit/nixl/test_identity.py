@@ -119,6 +119,11 @@ def test_nothing_crosses_between_worlds_that_differ_and_everything_between_equal
         is_equal = worlds[0].weights == worlds[1].weights and worlds[0].loaded == worlds[1].loaded
         is_known = not any(world.is_changed for world in worlds)
         assert (one == two) == (is_equal and is_known)
+        marks = [
+            world.engine.mark_of(request("r", "", 8, lora_request=lora_of("a", world.folder)))
+            for world in worlds
+        ]
+        assert (marks[0] == marks[1]) == (one == two)
         assert {part for part in one if one[part] != two.get(part)} <= {"lora", "weights"}
         assert one != digests_of(worlds[0].engine, lora_of("a", worlds[0].folder), cache_salt="no")
 
@@ -127,6 +132,7 @@ def test_weights_and_salts_count_without_an_adapter_and_cost_nothing_more() -> N
     one, two = told(), told()
     assert digests_of(one, None).keys() == {"tokens"}
     assert digests_of(one, None) == digests_of(two, None)
+    assert one.mark_of(request("r", "", 8)) == 0
     one.begin_new_weights(lambda worker: None, (), {})()
     assert digests_of(one, None) != digests_of(two, None)
     assert digests_of(two, None, cache_salt="s").keys() == {"tokens", "cache_salt"}

@@ -18,6 +18,7 @@ import pytest
 from vllm_commext.drain import HEADER
 
 BOUND_SECONDS = 60.0
+asks_mark = {"tells_computed_by": True}
 kv_params = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

@@ -136,6 +136,7 @@ async def test_a_stream_leaves_an_engine_that_drains(
         assert asked.body["kv_transfer_params"] == {
             **given,
             ANSWER: [1, 2],
+            **kit.asks_mark,
             **test_resume.PIECES[path],
         }
         assert len(first.calls) == 1

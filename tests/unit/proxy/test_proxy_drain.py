@@ -33,7 +33,7 @@ async def test_what_draining_engines_refuse_others_serve_with_the_same_parameter
         refused = [engine.num_refused for engine in (*cluster.prefill, *cluster.decode)]
         assert refused == [1, 1, 0, 1, 1, 0], "once each, and then it is known"
         calls = [call.body["kv_transfer_params"] for call in cluster.decode[2].calls]
-        assert calls == [kit.kv_params] * 3
+        assert calls == [{**kit.kv_params, **kit.asks_mark} if stream else kit.kv_params] * 3
         assert len(cluster.prefill[2].calls) == 3, "no prompt was prefilled twice"
 
 

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.session.relay import BULK_BYTES, Relay
+from vllm_commext.proxy.session.relay import Relay
 from vllm_commext.proxy.session.response import MAX_WHOLE_BYTES
-from vllm_commext.proxy.session.transcript import Transcript
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
@@ -131,59 +129,6 @@ async def test_a_client_that_reads_nothing_holds_neither_memory_nor_an_engine(ki
         assert kit.outcome("client_gone", "proxy") in await cluster.metrics()
         assert b"HTTP/1.1 499" not in await _until_cut(reader)
         writer.close()
-
-
-async def test_what_clients_do_not_read_stays_with_their_engines(
-    kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither buffers nor transcripts grow by it, and the loop takes in one large piece at a time,
-    with others' turns between two."""
-    token = {"index": 0, "text": " word", "token_ids": [1], "finish_reason": None}
-    piece = b"data: " + json.dumps({"choices": [token]}).encode() + b"\n\n"
-    sent, turns, num_turns, is_over = [0] * 8, [], 0, False
-
-    async def flood(call: Any) -> None:
-        number = len(cluster.decode[0].calls) - 1
-        call.writer.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16
-        )
-        await call.begin_stream()
-        while True:
-            await call.chunk(piece * 400)
-            sent[number] += 400 * len(piece)
-
-    async def tick() -> None:
-        nonlocal num_turns
-        while not is_over:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    pass_on = Transcript.pass_on
-
-    def noting(self: Transcript, events: bytes) -> bytes:
-        turns.extend([num_turns] if len(events) > BULK_BYTES else [])
-        return pass_on(self, events)
-
-    monkeypatch.setattr(Transcript, "pass_on", noting)
-    async with kit.cluster() as cluster:
-        cluster.decode[0].behave = flood
-        host, port = cluster.url.removeprefix("http://").split(":")
-        ticking = asyncio.ensure_future(tick())
-        writers = []
-        for _ in sent:
-            _, writer = await asyncio.open_connection(host, int(port), limit=1)
-            writer.write(RAW_STREAM)
-            writers.append(writer)
-        before = [0]
-        while sent != before:
-            before = sent[:]
-            await asyncio.sleep(1.0)
-        assert 0 < max(sent) < 3 << 20
-        assert len(turns) == len(set(turns)) > 0
-        is_over = True
-        await ticking
-        for writer in writers:
-            writer.transport.abort()
 
 
 async def _until_cut(reader: asyncio.StreamReader) -> bytes:

@@ -93,7 +93,8 @@ async def test_streaming_passes_each_event_on_before_the_next_one_exists(kit: An
         assert step["stream"] is False
         assert "stream_options" not in step
         sent = cluster.decode[0].calls[0].body
-        assert sent == {**body, "kv_transfer_params": kit.kv_params, "return_token_ids": True}
+        params = {**kit.kv_params, **kit.asks_mark}
+        assert sent == {**body, "kv_transfer_params": params, "return_token_ids": True}
 
 
 @pytest.mark.parametrize(

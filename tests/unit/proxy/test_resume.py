@@ -15,7 +15,7 @@ from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART, Resume
 from vllm_commext.proxy.session.attempt import MAX_RESUMES
-from vllm_commext.proxy.session.transcript import Room, Transcript, without_prompt
+from vllm_commext.proxy.session.transcript import Room, Transcript
 from vllm_commext.proxy.session.two_step import local_prefill_reason, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -279,31 +279,6 @@ def test_what_is_too_much_for_all_streams_takes_the_largest_one() -> None:
     assert alone.refusal is Resume.NO_ROOM, "more than one may have"
 
 
-async def test_white_space_takes_no_room_of_other_streams(kit: Any) -> None:
-    """It is not sent again, and nothing of the request as it came is kept."""
-    async with kit.cluster(num_decode=2, resume_bytes=1 << 20) as cluster:
-        first, second = cluster.decode
-        cluster.proxy.decode_pool.engines[1].state.draining = True
-        has_begun = asyncio.Event()
-        first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=has_begun)
-        second.behave = answering(stream(1, COMPLETIONS, WORDS))
-
-        async def ask(space: int) -> str:
-            raw = b'{"prompt": [1, 2' + b" " * space + b'], "stream": true}'
-            headers = {"Content-Type": "application/json"}
-            url = cluster.url + COMPLETIONS
-            async with cluster.session.post(url, data=raw, headers=headers) as response:
-                return told(await response.read())[0]
-
-        asking = [asyncio.ensure_future(ask(space)) for space in [200_000] * 8 + [0] * 4]
-        await kit.until(lambda: len(first.calls) == 12, "all streams")
-        cluster.proxy.decode_pool.engines[1].state.draining = False
-        await asyncio.sleep(0.1)
-        has_begun.set()
-        assert await asyncio.gather(*asking) == ["abc"] * 12
-        assert all(call.body["prompt"] == [1, 2] for call in second.calls)
-
-
 def test_token_ids_stay_hidden_of_what_is_not_kept() -> None:
     transcript = Transcript(Room(0), {}, 1)
     assert transcript.refusal == Resume.NO_ROOM
@@ -364,10 +339,24 @@ def test_a_long_answer_is_kept_whole(path: str) -> None:
     assert told(rest)[0] == answer[-1][1]
 
 
-def test_the_prompts_ids_are_left_out() -> None:
-    assert without_prompt(b'{"prompt_token_ids":[1,22],"token_ids":[3]}') == (
-        b'{"prompt_token_ids":null,"token_ids":[3]}'
-    )
+def begins(mark: int, ids: str) -> bytes:
+    """An answer's beginning, whose prompt's first id has above 32 bits what computes it."""
+    return b'{"prompt_token_ids":[%d,22],"token_ids":%s}' % ((mark << 32) + 1, ids.encode())
+
+
+@pytest.mark.parametrize("asks_ids", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (7, 7), (7, 0), (0, 7), (7, 8)])
+def test_a_stream_goes_on_where_the_same_adapter_and_weights_compute(
+    first: int, second: int, asks_ids: bool
+) -> None:
+    """Clients get the prompt's own ids, if they ask for them."""
+    shown = b'{"prompt_token_ids":%s,"token_ids":[3]}' % (b"[1,22]" if asks_ids else b"null")
+    transcript = Transcript(Room(ROOM_BYTES), {"return_token_ids": asks_ids}, 0)
+    assert transcript.edit(begins(9, "[3]")) == shown, "given up before anything was sent"
+    assert transcript.edit(begins(first, "[3]")) == shown
+    transcript.pass_on(event(0, COMPLETIONS, text="a", token_ids=[3]))
+    assert transcript.edit(begins(second, "[3]")) == (shown if first == second else None)
+    assert transcript.edit(b'{"token_ids":[3]}') == b'{"token_ids":[3]}'
 
 
 STREAM: dict[str, Any] = {"stream": True, "messages": []}
@@ -439,7 +428,7 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
         assert [one.get("commext_resumed") for one in contents(got)][-2:] == [1, None]
         assert got.endswith(DONE)
         (call,) = second.calls
-        params = {**kit.kv_params, "answer_token_ids": [1, 2], **PIECES[path]}
+        params = {**kit.kv_params, **kit.asks_mark, "answer_token_ids": [1, 2], **PIECES[path]}
         assert call.body["kv_transfer_params"] == params
         assert all("return_token_ids" not in call.body for call in cluster.prefill[0].calls)
         page = await cluster.metrics()
@@ -456,6 +445,12 @@ ENDS: dict[str, tuple[dict[str, Any], list[bytes], Resume, str]] = {
         "bad_answer",
     ),
     "no answer": ({}, [], Resume.FAILED, "lost"),
+    "another adapter": (
+        {},
+        [begins(7, "[1]").join([b"data: ", b"\n\n"]), *stream(1, COMPLETIONS, WORDS)],
+        Resume.FAILED,
+        "lost",
+    ),
     "not to be resumed": ({"echo": True}, stream(1, COMPLETIONS, WORDS), Resume.ECHO, "lost"),
     "left off": ({}, stream(1, COMPLETIONS, WORDS), Resume.OFF, "lost"),
 }
@@ -555,42 +550,6 @@ async def test_a_stream_that_a_second_engine_fails_at_one_place_ends(kit: Any, a
         num_asked = 1 + MAX_RESUMES if apart == MIN_APART else 2
         assert sum(len(one.calls) for one in cluster.decode) == num_asked
         assert result(Resume.FAILED) in await cluster.metrics()
-
-
-async def test_streams_that_go_on_leave_an_engine_to_new_requests(kit: Any) -> None:
-    """Long prompts are computed again one at a time, short ones together."""
-    async with kit.cluster(num_decode=2, affinity=False) as cluster:
-        first, second = cluster.decode
-        (prefill,), release, running, most = cluster.prefill, asyncio.Event(), 0, 0
-        cluster.proxy.decode_pool.engines[1].state.draining = True
-        first.behave = answering(stream(0, COMPLETIONS, WORDS)[:2], ends=False, has_begun=release)
-        second.behave = answering(stream(1, COMPLETIONS, WORDS))
-
-        async def computing(call: Any) -> None:
-            nonlocal running, most
-            running += len(call.body["prompt"]) > 1000
-            most = max(most, running)
-            await asyncio.sleep(0.05)
-            running -= len(call.body["prompt"]) > 1000
-            await kit.prefill_ok(call)
-
-        async def ask(prompt: str) -> str:
-            body = {"prompt": prompt, "stream": True}
-            async with cluster.post(body) as response:
-                return told(await response.read())[0]
-
-        lengths = [40_000] * 6 + [2_000] * 2
-        asking = [asyncio.ensure_future(ask("x" * length)) for length in lengths]
-        await kit.until(lambda: len(first.calls) == len(lengths), "all streams")
-        prefill.behave = computing
-        cluster.proxy.decode_pool.engines[1].state.draining = False
-        first.behave = second.behave
-        release.set()
-        await kit.until(lambda: running > 0, "the first one")
-        assert await asyncio.wait_for(ask("short"), 10) == "abc"
-        assert not all(one.done() for one in asking)
-        assert await asyncio.gather(*asking) == ["abc"] * len(lengths)
-        assert most <= 3, "a long one, or two short ones beside it"
 
 
 async def test_a_turn_that_is_given_up_is_anothers() -> None:

@@ -127,6 +127,7 @@ async def test_both_engines_are_asked_at_once_from_the_first_request_on(kit: Any
             "remote_host": "10.0.0.7",
             "remote_port": 5600,
             "remote_place_seal": SEAL,
+            **kit.asks_mark,
         }
         assert decoding.calls[0].body["prompt"] == BODY["prompt"]
         await ask(cluster)

@@ -47,7 +47,7 @@ class RemotePrompts:
         self._engine = engine
         self._reuse = reuse
         self._asker = StreamAsker(engine.client, *limits, engine.wakeup.notify)
-        self._tokens = RemoteTokens(engine, self._asker)
+        self.tokens = RemoteTokens(engine, self._asker)
         self._match = PromptMatch(engine.groups, engine.sampler, engine.identity)
         self._trust = Trust(config.kv_lease_duration)
         self._states: dict[str, LoadState] = {}
@@ -60,7 +60,7 @@ class RemotePrompts:
         are until there is room for them here, and look whether the first token is there."""
         is_streamed = asks_for_stream(params_of(request))
         source = Source.STREAMED if is_streamed else Source.GIVEN
-        phase = TokenPhase.READY if self._tokens.resume(request) else TokenPhase.AWAITED
+        phase = TokenPhase.READY if self.tokens.resume(request) else TokenPhase.AWAITED
         state = LoadState(request, source, token_phase=phase)
         self._states[request.request_id] = state
         if is_streamed:
@@ -72,7 +72,7 @@ class RemotePrompts:
         """A request came in whose prompt is computed here: look for what another engine has of it
         that has begun its answer."""
         is_step_one = is_for_prefill(params_of(request))
-        answer = [] if is_step_one else self._tokens.resume(request)
+        answer = [] if is_step_one else self.tokens.resume(request)
         if self._reuse.search(request, answer):
             state = LoadState(request, Source.REUSED, token_phase=TokenPhase.COMPUTED)
             self._states[request.request_id] = state
@@ -81,7 +81,7 @@ class RemotePrompts:
         params, engine = params_of(state.request) or {}, self._engine
         no_token, no_stream = refusal_of(engine.sampler, state.request), engine.streaming.refusal
         if no_token:
-            self._tokens.refuse(state, no_token)
+            self.tokens.refuse(state, no_token)
         if no_stream:
             text = f"the request is to be read while it is computed, which {no_stream.meaning}"
             self._note_answer(state, ProtocolError(text))
@@ -104,7 +104,7 @@ class RemotePrompts:
             answer = error
         state.answer = answer
         if not isinstance(answer, TransferParams):
-            self._tokens.give_up(state)
+            self.tokens.give_up(state)
             reason = self._engine.streaming.refusal or Handover.NOT_FOUND
             self._engine.recorder.count_reason(HANDOVERS, reason)
             return
@@ -121,17 +121,17 @@ class RemotePrompts:
         except ProtocolError as error:
             state.answer = error
             if is_awaited and isinstance(error, OtherPromptError):
-                self._tokens.refuse(state, FirstToken.DIFFERS)
+                self.tokens.refuse(state, FirstToken.DIFFERS)
             if is_awaited:
                 state.move(TokenPhase.COMPUTED)
             return
         state.answer, state.arrived = found, time.monotonic()
         state.is_void = not self._trust.admits(found.computed_at)
         if state.is_void and is_awaited:
-            self._tokens.refuse(state, FirstToken.DIFFERS)
+            self.tokens.refuse(state, FirstToken.DIFFERS)
         elif not state.is_void:
             self._engine.step.waits.append(Wait(state.request_id, found.remote))
-            self._tokens.offer(state, found.first_token, found.sampling)
+            self.tokens.offer(state, found.first_token, found.sampling)
 
     def is_loading(self, request_id: str) -> bool:
         """True if a request waits for blocks that the workers load, or for an answer, which ends
@@ -160,7 +160,7 @@ class RemotePrompts:
     def take_first_tokens(
         self, *, is_idle: bool = False
     ) -> list[tuple[Request, list[int], FirstToken]]:
-        return self._tokens.take(self._find_answered, is_idle=is_idle)
+        return self.tokens.take(self._find_answered, is_idle=is_idle)
 
     def _find_answered(self, request_id: str) -> LoadState | None:
         state = self._states.get(request_id)
@@ -211,7 +211,7 @@ class RemotePrompts:
         else:
             self._describe(state, load)
             if not self._reuse.has_steps:  # nothing sends a first token before the engine's steps
-                self._tokens.refuse(state, FirstToken.ENGINE)
+                self.tokens.refuse(state, FirstToken.ENGINE)
         is_token_awaited = state.token_phase is TokenPhase.AWAITED
         load.recomputes = is_token_awaited or state.must_compute
         if not is_token_awaited:
@@ -263,7 +263,7 @@ class RemotePrompts:
         if is_known and isinstance(state.answer, TransferParams | OtherWeightsError):
             load = Load(state.request_id, state.answer.remote, awaited=False)
             self._engine.step.loads.append(load)
-        self._tokens.give_up(state)
+        self.tokens.give_up(state)
         state.move(TokenPhase.COMPUTED)
         self._asker.forget(request.request_id)
         return is_unread
@@ -291,9 +291,9 @@ class RemotePrompts:
         if is_unread:
             self._unread.append(state)
         if is_unread or state.failure:
-            self._tokens.give_up(state)
+            self.tokens.give_up(state)
         else:
-            self._tokens.note_loaded(state)
+            self.tokens.note_loaded(state)
         if state.source is Source.REUSED:
             has_failed = is_unread or bool(state.failure)
             name = "reuse_recomputed_blocks" if has_failed else "reuse_blocks"
@@ -322,7 +322,7 @@ class RemotePrompts:
             state.is_void = state.is_void or state.phase in (LoadPhase.KNOWN, *under_way)
             self._reuse.forget(state)
             if state.answer is not None or state.token_phase is TokenPhase.READY:
-                self._tokens.refuse(state, FirstToken.DIFFERS)
+                self.tokens.refuse(state, FirstToken.DIFFERS)
 
     def note_pause(self, *, is_paused: bool) -> None:
         """A paused engine has nothing kept.  After a pause in which leases may have ended, requests

@@ -11,7 +11,7 @@ from vllm_commext.nixl.decode.load_state import LoadPhase, LoadState, Source, To
 from vllm_commext.nixl.engine_context import EngineContext
 from vllm_commext.nixl.first_token import FirstToken, refusal_of, source_of
 from vllm_commext.nixl.recorder import FIRST_TOKENS
-from vllm_commext.nixl.wire.params import answer_of, params_of
+from vllm_commext.nixl.wire.params import TELLS, answer_of, params_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -23,7 +23,8 @@ step."""
 
 
 class RemoteTokens:
-    """First tokens of one engine's requests, until they are sent or computed here."""
+    """First tokens of one engine's requests, until they are sent or computed here. marks: what
+    computes the requests that have come since the last step, where routers ask."""
 
     def __init__(self, engine: EngineContext, asker: StreamAsker) -> None:
         self._engine = engine
@@ -31,12 +32,15 @@ class RemoteTokens:
         self._ready: list[LoadState] = []
         self._loaded: list[LoadState] = []
         self._resumed: list[tuple[Request, list[int]]] = []
+        self.marks: list[tuple[Request, int]] = []
 
     def resume(self, request: Request) -> list[int]:
         """A request came in; the answer that another decode engine has begun, if it goes on with
         one. An answer whose draws are not all known here is drawn again from its beginning."""
-        sampler = self._engine.sampler
-        answer = answer_of(params_of(request), sampler.num_tokens, request.max_tokens)
+        sampler, params = self._engine.sampler, params_of(request) or {}
+        if params.get(TELLS) and (mark := self._engine.identity.mark_of(request)):
+            self.marks.append((request, mark))
+        answer = answer_of(params, sampler.num_tokens, request.max_tokens)
         if not answer or refusal_of(sampler, request):
             return []
         self._resumed.append((request, answer))

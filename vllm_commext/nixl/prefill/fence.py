@@ -1,10 +1,7 @@
 """Fences: how a decode engine proves that what it read was still the request's.
 
-Each prefill worker has a table of 64-bit nonces in registered memory, one a slot.  A finished
-prefill gets a slot, whose nonce goes out with the request parameters; the worker replaces it
-*before* it reports the blocks as free.  The decode worker reads the slot after the blocks: if the
-nonce stands there still, the blocks were the request's all the while.
-
+A finished prefill gets a slot in its worker's table of 64-bit nonces, which is replaced *before*
+the blocks are reported as free and read after them (docs/failures.md).
 Blocks without a lease have generations instead, see ``reuse``.
 
 The nonces of a slot follow from a key that is drawn at every start of the engine: the workers have

@@ -1,18 +1,8 @@
 """A prompt's progress in memory that peers read, a header and a list of block ids per row, and the
 prefill worker's writes to it.
 
-A header is three 64-bit words: the tag, which stays as long as a request has the row; the nonce of
-its fence, which is replaced when the request is preempted; and the mark, the number of tokens whose
-KV can be read. The mark carries half of the nonce too, so that one word alone says of which nonce
-it is, in whatever order the words are read.
-
-The list of block ids is divided into regions, one for each group of the cache, which begin with
-whole pieces; ids are read in pieces of ``PIECE_IDS``. Each has half of the nonce beside it in one
-64-bit word, its entry, so that ids can be read together with the header: what is not of the nonce
-was not there yet. Blocks of a group that all stay until the prompt is computed are listed by
-position, chunk by chunk. What other groups need, the blocks of a window or of a state, is known at
-the end alone: their regions then get the number of these blocks and the blocks, and a bit of the
-mark says so.
+docs/design/chunk_streaming.md describes both. Ids are read in pieces of ``PIECE_IDS``, each beside
+half of the nonce in one 64-bit word, its entry: one word alone says of which nonce it is.
 
 A step's kernels are only launched when vLLM says that the step is done; an event that is recorded
 behind them tells of their end. On a CPU the launch is the end.

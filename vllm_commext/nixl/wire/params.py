@@ -134,6 +134,10 @@ ANSWER = "answer_token_ids"
 """What another decode engine has answered so far, which a router sets: the answer goes on here."""
 PIECES = "answer_pieces"
 """How many of these tokens each of its events had there, which a router sets."""
+TELLS, COMPUTED_BY = "tells_computed_by", "computed_by"
+MARK_BITS = 32
+"""A router asks by the one what computes an answer, an engine core tells its API server by the
+other, and the prompt's first id has it above these bits for the router."""
 _NONCE = re.compile("[0-9a-f]{16}")
 _KEY = re.compile(f"[0-9a-f]{{{KEY_DIGITS}}}")
 _DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_DIGITS}}}")

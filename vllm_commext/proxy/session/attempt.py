@@ -334,7 +334,7 @@ class Attempt:
         return tries.decode + itself + left
 
     def _payload(
-        self, body: Mapping[str, Any], edit: Callable[[bytes], bytes] | None = None
+        self, body: Mapping[str, Any], edit: Callable[[bytes], bytes | None] | None = None
     ) -> Payload:
         asked = self._asked
         losses = self._tries.losses
@@ -346,7 +346,9 @@ class Attempt:
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
         edit = None
         if (transcript := self._asked.transcript) is not None:
-            body, edit = transcript.asking(body), transcript.edit
+            every = self._service.upstream.decode_pool.engines
+            asks_mark = all(one.capabilities.ranks for one in every if one.usable)
+            body, edit = transcript.asking(body, asks_mark), transcript.edit
         payload = self._payload(body, edit)
         return await self._service.upstream.decode(payload, avoided, self.route)
 

@@ -370,7 +370,7 @@ async def read_opening(
     response: aiohttp.ClientResponse,
     endpoint: Endpoint,
     streams: bool | None,
-    edit: Callable[[bytes], bytes] | None,
+    edit: Callable[[bytes], bytes | None] | None,
 ) -> tuple[bytes, EventCutter | None]:
     """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
@@ -423,7 +423,7 @@ async def _opening(
     engine: Engine,
     response: aiohttp.ClientResponse,
     cutter: EventCutter,
-    edit: Callable[[bytes], bytes] | None,
+    edit: Callable[[bytes], bytes | None] | None,
 ) -> bytes:
     events, has_ended = b"", False
     while not has_ended and (not events or says_nothing(events)):
@@ -433,7 +433,9 @@ async def _opening(
             await asyncio.sleep(0)
         piece = await response.content.readany()
         ready = cutter.feed(piece)
-        events += edit(ready) if edit is not None else ready
+        if (edited := ready if edit is None else edit(ready)) is None:
+            raise bad_answer(engine, "one of another LoRA adapter, or of other weights")
+        events += edited
         has_ended = not piece
     if opens_aborted(events):
         raise aborted(engine)

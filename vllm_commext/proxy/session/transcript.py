@@ -16,7 +16,7 @@ from vllm_commext.proxy.http.answers import DONE
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.outcome import Resume
 
-ANSWER, PIECES = "answer_token_ids", "answer_pieces"
+ANSWER, PIECES, TELLS = "answer_token_ids", "answer_pieces", "tells_computed_by"
 _GROWTH_BYTES = 16 << 10
 _TRIAL_BYTES = 1 << 30
 _DATA = b"data: "
@@ -26,6 +26,9 @@ MAX_EVENT_BYTES, MAX_PROMPT_BYTES = 64 << 10, 1 << 20
 """Of an event, without and with the prompt's ids; a stream with a larger one is not resumed."""
 _PROMPT = b'"prompt_token_ids":['
 _PROMPT_IDS = re.compile(rb'("prompt_token_ids":)\[[\d,]*\]')
+_FIRST_ID = re.compile(rb'(?<="prompt_token_ids":\[)\d{1,40}')
+_MARK_BITS = 32
+"""A prompt's first id has above these what computes the answer, where that is asked."""
 _GIVEN_UP = ("abort", "error")
 _PLAIN = {
     "text": (b'"choices":[{"index":0,"text":"', b'","logprobs":null,"finish_reason":null,'),
@@ -300,14 +303,14 @@ class _Origin:
 
 class Transcript:
     """Tokens and text that a client has. refusal: why its stream is not resumed. hides_ids: it has
-    not asked for ids. edit: for an answer's beginning. held: the event by which its engine gave up,
-    b"" where that answers otherwise, None while it has not failed."""
+    not asked for ids. held: the event by which its engine gave up, b"" where that answers
+    otherwise, None while it has not failed."""
 
     def __init__(self, room: Room, body: Mapping[str, Any], num_bytes: int) -> None:
         self._room, self.hides_ids = room, not body.get("return_token_ids")
-        self.edit = without_prompt if self.hides_ids else None
         self._told, self._unread, self._origin = _Told(num_bytes), _Unread(), _Origin()
         self._replay: Replay | None = None
+        self._computed_by = 0
         self.held: bytes | None = None
         self.refusal: Resume | None = None
         self.body: Mapping[str, Any] = {}
@@ -324,16 +327,31 @@ class Transcript:
         """Make room for others."""
         self._leave(Resume.NO_ROOM, b"")
 
-    def asking(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def asking(self, body: Mapping[str, Any], asks_mark: bool = False) -> dict[str, Any]:
         """Body for a decode engine, which tells token ids and goes on after those kept."""
         self.settle()
-        asked = {**body, "return_token_ids": True}
+        params = {**(body.get("kv_transfer_params") or {})}
+        if asks_mark:
+            params[TELLS] = True
         if self._told.ids:
-            params = body.get("kv_transfer_params") or {}
-            asked["kv_transfer_params"] = {**params, ANSWER: self._told.ids.tolist()}
+            params[ANSWER] = self._told.ids.tolist()
             if pieces := self._told.other_pieces():
-                asked["kv_transfer_params"][PIECES] = pieces
-        return asked
+                params[PIECES] = pieces
+        asked = {**body, "return_token_ids": True}
+        return {**asked, "kv_transfer_params": params} if params else asked
+
+    def edit(self, events: bytes) -> bytes | None:
+        """An answer's beginning without what the client has not asked for; None where it comes of
+        another adapter or other weights than what the client has."""
+        if (found := _FIRST_ID.search(events)) is None:
+            return events
+        mark, first = divmod(int(found[0]), 1 << _MARK_BITS)
+        if self._told.ids and mark != self._computed_by:
+            return None
+        self._computed_by = mark
+        if self.hides_ids:
+            return _PROMPT_IDS.sub(rb"\1null", events)
+        return _FIRST_ID.sub(b"%d" % first, events)
 
     def begin_again(self) -> None:
         self.settle()
@@ -551,8 +569,3 @@ def _without_ids(event: bytes) -> bytes:
         return event
     end = event.index(b"]", begin)
     return event[: begin + len(_IDS) - 1] + b"null" + event[end + 1 :]
-
-
-def without_prompt(events: bytes) -> bytes:
-    """Remove the prompt's ids, which come with the first token."""
-    return _PROMPT_IDS.sub(rb"\1null", events) if b'"prompt_token_ids":[' in events else events

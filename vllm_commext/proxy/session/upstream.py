@@ -163,7 +163,7 @@ class Payload:
     only: Engine | None = None
     is_again: bool = False
     marks: list[Mark] = field(default_factory=list[Mark])
-    edit: Callable[[bytes], bytes] | None = None
+    edit: Callable[[bytes], bytes | None] | None = None
 
     def __post_init__(self) -> None:
         self.endpoint = ENDPOINTS[self.path]
