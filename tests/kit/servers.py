@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from tests.kit import supervisor
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.errors import CommextError, CommextTimeoutError
 
+UNVERIFIED = ssl.create_default_context()
+UNVERIFIED.check_hostname, UNVERIFIED.verify_mode = False, ssl.CERT_NONE
 READY_SECONDS = 300.0
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
@@ -165,7 +168,7 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            with urlopen(f"{self.url}/health", timeout=5) as response:
+            with urlopen(f"{self.url}/health", timeout=5, context=UNVERIFIED) as response:
                 return response.status == 200
         except (URLError, OSError):
             return False
@@ -316,3 +319,4 @@ class ProxyServer(Server):
                 command += [option, url]
         command += args
         super().__init__(name, command, folder, port=chosen, environ=environ, ready_seconds=60.0)
+        self.url = f"https://{LOOPBACK}:{chosen}" if "--tls-cert-file" in args else self.url

@@ -4,11 +4,8 @@ or those of a trace; and their bodies, with prompts of random tokens.
 The first ``shared_tokens`` tokens of a prompt are the beginning of its group's one sequence, the
 rest is the request's own.
 
-Traces are Mooncake's: JSON lines with ``timestamp`` (ms), ``input_length``, ``output_length`` and
-``hash_ids``, one for each 512 tokens of the prompt.  Equal hash ids at the beginning of two prompts
-are equal tokens.  An `Arrival` can say that of one sequence a group only, so where a trace
-branches, a branch that others continue becomes a group of its own if it shares more with those than
-with the one it left.
+Traces are Mooncake's (docs/bench.md). An `Arrival` can name one sequence a group only, so a branch
+that others continue is a group of its own if it shares more with those than with the one it left.
 """
 
 import json

@@ -3,9 +3,6 @@ prefill worker's writes to it.
 
 docs/design/chunk_streaming.md describes both. Ids are read in pieces of ``PIECE_IDS``, each beside
 half of the nonce in one 64-bit word, its entry: one word alone says of which nonce it is.
-
-A step's kernels are only launched when vLLM says that the step is done; an event that is recorded
-behind them tells of their end. On a CPU the launch is the end.
 """
 
 from __future__ import annotations

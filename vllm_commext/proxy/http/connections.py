@@ -61,7 +61,7 @@ _MAX_LOOKS = 8
 _REFUSED_SECONDS = 2.0
 """A refused connection is kept until its request is read: one that is closed before is reset, and
 its client never reads the refusal."""
-_TLS_SECONDS = 10.0
+_TLS_SECONDS, _HANDSHAKE = 10.0, b"\x16"
 _NO_HTTP = "expected a request in HTTP/1.1 with a line and headers of at most 64 KiB each"
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
@@ -385,21 +385,28 @@ class Connection(web.RequestHandler):
 
 
 class Handshake(asyncio.Protocol):
-    """A connection before the end of its TLS handshake; it counts like any other."""
+    """A connection before the end of its TLS handshake; it counts like any other. TLS, which takes
+    a hundred kilobytes, begins when a client's first message is there."""
 
     def __init__(self, one: Connection, tls: ssl.SSLContext) -> None:
         self._one, self._tls, self._early = one, tls, b""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        transport.pause_reading()  # until TLS reads
+        self._timer = asyncio.get_running_loop().call_later(_TLS_SECONDS, self._one.cut)
         self._one.enter(transport)
-        self._task = asyncio.create_task(self._shake_hands(transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._one.cut()
 
     def data_received(self, data: bytes) -> None:
-        """uvloop reads what has come in spite of the pause, which it knows from then on alone."""
         self._early += data
-        self._transport.pause_reading()
+        num_bytes = 5 + int.from_bytes(self._early[3:5])
+        if self._early[:1] != _HANDSHAKE or len(self._early) >= max(num_bytes, 6):
+            self._transport.pause_reading()
+            self._timer.cancel()
+            self._task = asyncio.create_task(self._shake_hands(self._transport))
 
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
