@@ -135,23 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, action=_Gone, nargs="?", help=argparse.SUPPRESS, default=argparse.SUPPRESS
         )
+    urls: dict[str, Any] = {"action": "append", "default": [], "metavar": "URL"}
     for role in ("prefill", "decode"):
-        add(
-            f"--{role}",
-            action="append",
-            default=[],
-            metavar="URL",
-            help=f"a {role} engine, http://HOST:PORT; repeat it for several; dns+http://NAME:PORT: "
-            "one at each address of NAME",
-        )
-    add(
-        "--engine",
-        action="append",
-        dest="both",
-        default=[],
-        metavar="URL",
-        help="an engine that can prefill and decode (kv_role kv_both)",
-    )
+        told = f"a {role} engine, http://HOST:PORT; repeat it for several; dns+http://NAME:PORT: "
+        add(f"--{role}", help=told + "one at each address of NAME", **urls)
+    told = "an engine that can prefill and decode (kv_role kv_both)"
+    add("--engine", dest="both", help=told, **urls)
     for name, meaning in (("host", "to listen on"), ("admin_host", "of the admin port")):
         default, told = getattr(ProxyConfig, name), f"{meaning}; default: %(default)s"
         add(_flag(name), default=default, metavar="ADDRESS", help=told)

@@ -246,8 +246,8 @@ class Outcome:
     per_token: float = 0.0
     trace: object = None
 
-    def set(self, kind: str, side: str) -> None:
-        self.kind, self.side = kind, side
+    def set(self, kind: str, side: str, status: int = 0) -> None:
+        self.kind, self.side, self.status = kind, side, status
 
     @property
     def has_failed(self) -> bool:

@@ -12,7 +12,7 @@ import socket
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,40 +52,93 @@ _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
 REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
 # A data-parallel rank is not among them: it cannot be right for both engines.
-_TO_ENGINES = (
-    *("Authorization", "traceparent", "tracestate", "X-Session-ID"),
-    "Origin",
-)
+_TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "Origin")
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Requests:
+    """Requests that have begun, and those of them, at most *max_in_flight*, whose body has come."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight, self.are_refused = max_in_flight, False
+        self.num_begun = self.num_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        self.num_begun += 1
+        self._idle.clear()
+        if self.are_refused:
+            raise ProxyError(503, "shutdown", "this proxy is shutting down; ask another one")
+
+    def end(self) -> None:
+        self.num_begun -= 1
+        if self.num_begun == 0:
+            self._idle.set()
+
+    @contextmanager
+    def admitted(self, request: web.Request) -> Iterator[None]:
+        if self.num_in_flight >= self._max_in_flight:
+            message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
+            raise ProxyError(503, "overloaded", message)
+        self.num_in_flight += 1
+        try:
+            with serving(request):
+                yield
+        finally:
+            self.num_in_flight -= 1
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests and wait for the running ones; True if all have ended in time."""
+        self.are_refused = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+
+class Ledger:
+    """What is told of requests: counts, the window, spans, the access log."""
+
+    def __init__(self, config: ProxyConfig, limits: Limits, registry: Registry) -> None:
+        self._config, self.metrics = config, ProxyMetrics(registry.pools)
+        self.window = Window(limits, registry, self.metrics.streams_counted)
+        self.trace: Trace | None = None
+
+    @asynccontextmanager
+    async def tracing(self) -> AsyncIterator[None]:
+        self.trace = await asyncio.to_thread(_trace_of, os.environ)
+        yield
+        if self.trace is not None:
+            await asyncio.to_thread(self.trace.close)
+
+    def note_ended(self, request: web.Request, outcome: Outcome) -> None:
+        self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
+        if self._config.admin_port is not None:
+            self.window.note(outcome)
+        if self.trace is not None:
+            self.trace.end(outcome, request.path)
+        if self._config.access_log:
+            log_access(request, outcome)
 
 
 class ProxyApp:
     def __init__(self, config: ProxyConfig) -> None:
-        self.config = config
+        self.config, self.requests = config, Requests(config.max_in_flight)
         limits = Limits(config.tpot_ms / 1000, config.ttft_ms / 1000)
         self._chooser = Chooser.of(config, limits)
-        self.pools = self.prefill_pool, self.decode_pool = tuple(self._chooser.pools.values())
         self.registry = Registry(self._chooser.pools)
         self._sources = Sources(config, self.registry)
-        self._guards = [ApiKeys(config.api_key_file).check] if config.api_key_file else []
-        self._engine_key = (
-            read_secret(config.engine_api_key_file) if config.engine_api_key_file else ""
-        )
-        self.metrics = ProxyMetrics(self.pools)
-        self.window = Window(limits, self.registry, self.metrics.streams_counted)
-        self.trace: Trace | None = None
+        keys = config.engine_api_key_file
+        self._engine_key = read_secret(keys) if keys else ""
+        self.ledger = Ledger(config, limits, self.registry)
+        self.ledger.metrics.in_flight.set_function(lambda: self.requests.num_in_flight)
         self.budget = BodyBudget(config.max_buffered_bytes)
-        self.num_in_flight = 0
-        self.metrics.in_flight.set_function(lambda: self.num_in_flight)
-        self._num_begun = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
 
     def build(self) -> web.Application:
-        app = web.Application(
-            middlewares=[answer_errors, *self._guards], client_max_size=self.config.max_body_bytes
-        )
+        keys = self.config.api_key_file
+        guards = [answer_errors, *([ApiKeys(keys).check] if keys else ())]
+        app = web.Application(middlewares=guards, client_max_size=self.config.max_body_bytes)
         app.cleanup_ctx.append(self._resources)
         app.on_response_prepare.append(hide_software)
         for path in ENDPOINTS:
@@ -101,14 +154,12 @@ class ProxyApp:
         return app
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
-        async with open_session(self.config) as session:
-            self._upstream = Upstream(
-                session, self.config, self.prefill_pool, self.decode_pool, self.metrics
-            )
+        async with self.ledger.tracing(), open_session(self.config) as session:
             chooser, is_shown = self._chooser, self.config.admin_port is not None
-            self._service = Service(self._upstream, chooser)
-            self._preflights = Preflights(self._upstream.ask_any)
-            self.trace = trace = await asyncio.to_thread(_trace_of, os.environ)
+            prefill, decode = self.registry.pools
+            upstream = Upstream(session, self.config, prefill, decode, self.ledger.metrics)
+            self._service = Service(upstream, chooser)
+            self._preflights = Preflights(upstream.ask_any)
             await self._sources.look()
             monitor = HealthMonitor(session, self.config, lambda: is_shown or chooser.is_adaptive)
             async with monitor.running(self.registry.engines):
@@ -117,41 +168,31 @@ class ProxyApp:
                 yield
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-                await self._upstream.releases.close()
-        if trace is not None:
-            await asyncio.to_thread(trace.close)
-
-    async def drain(self) -> bool:
-        """Refuse new requests and wait for the running ones; True if all have ended in time."""
-        self._draining = True
-        try:
-            async with asyncio.timeout(self.config.drain_timeout_seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+                await upstream.releases.close()
 
     async def live(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def ready(self, _: web.Request) -> web.Response:
         """200 if requests can be served now: "ok", or "degraded" by decode engines alone."""
-        status = "ok" if self.prefill_pool.num_usable else "degraded"
-        if self._draining or not self.decode_pool.num_usable:
-            status = "draining" if self._draining else "unavailable"
-        counts = {pool.role: pool.num_usable for pool in self.pools}
-        is_up = status in ("ok", "degraded")
-        return web.json_response({"status": status, **counts}, status=200 if is_up else 503)
+        is_draining = self.requests.are_refused
+        prefill, decode = (pool.num_usable for pool in self.registry.pools)
+        status = "ok" if prefill else "degraded"
+        if is_draining or not decode:
+            status = "draining" if is_draining else "unavailable"
+        told = {"status": status, "prefill": prefill, "decode": decode}
+        return web.json_response(told, status=200 if status in ("ok", "degraded") else 503)
 
     async def render_metrics(self, _: web.Request) -> web.Response:
-        page = await asyncio.to_thread(self.metrics.render)
+        page = await asyncio.to_thread(self.ledger.metrics.render)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
     async def fetch(self, request: web.Request) -> web.Response:
         """Pass on an engine's models or version."""
-        with self._counted(request, Outcome(_request_id(request))), self._admitted(request):
+        outcome = Outcome(_request_id(request))
+        with self._counted(request, outcome), self.requests.admitted(request):
             headers = self._passed_headers(request)
-            status, told, body = await self._upstream.fetch(request.path, headers)
+            status, told, body = await self._service.upstream.fetch(request.path, headers)
         return web.Response(status=status, body=body, headers=told)
 
     async def preflight(self, request: web.Request) -> web.Response:
@@ -162,12 +203,12 @@ class ProxyApp:
         with self._counted(request, outcome), closing(Intake(self.budget, self.config)) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
-            if self.trace is not None:
-                self.trace.begin(outcome, headers)
+            if (trace := self.ledger.trace) is not None:
+                trace.begin(outcome, headers)
             await intake.read(request)
             if not self.config.client_priority and isinstance(intake.body, dict):
                 intake.body.pop("priority", None)
-            with self._admitted(request):
+            with self.requests.admitted(request):
                 session = Session(self._service, request, intake, headers, outcome)
                 return await session.serve(request, intake)
 
@@ -175,50 +216,22 @@ class ProxyApp:
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:
         """Count a request by its outcome; a drain waits for it."""
         try:
-            self._begin()
-            try:
-                yield
-            finally:
-                self._num_begun -= 1
-                if self._num_begun == 0:
-                    self._idle.set()
+            self.requests.begin()
+            yield
         except ProxyError as error:
-            outcome.set(error.kind, error.side)
-            outcome.status = error.status
+            outcome.set(error.kind, error.side, error.status)
             raise
         except (ClientGoneError, asyncio.CancelledError):
             if not outcome.is_answered and outcome.kind == "ok":
-                outcome.set("shutdown" if self._draining else "client_gone", SIDE_PROXY)
+                is_shutdown = self.requests.are_refused
+                outcome.set("shutdown" if is_shutdown else "client_gone", SIDE_PROXY)
             raise
         except Exception:
             outcome.set("internal", SIDE_PROXY)
             raise
         finally:
-            self.metrics.note_ended(_COUNTED[request.path], outcome.kind, outcome.side)
-            if self.config.admin_port is not None:
-                self.window.note(outcome)
-            if self.trace is not None:
-                self.trace.end(outcome, request.path)
-            if self.config.access_log:
-                log_access(request, outcome)
-
-    def _begin(self) -> None:
-        if self._draining:
-            raise ProxyError(503, "shutdown", "this proxy is shutting down; ask another one")
-        self._num_begun += 1
-        self._idle.clear()
-
-    @contextmanager
-    def _admitted(self, request: web.Request) -> Iterator[None]:
-        if self.num_in_flight >= self.config.max_in_flight:
-            message = f"{self.num_in_flight} requests are being served, which is the limit; retry"
-            raise ProxyError(503, "overloaded", message)
-        self.num_in_flight += 1
-        try:
-            with serving(request):
-                yield
-        finally:
-            self.num_in_flight -= 1
+            self.requests.end()
+            self.ledger.note_ended(request, outcome)
 
     def _passed_headers(self, request: web.Request) -> dict[str, str]:
         names = (*_TO_ENGINES, *((PRIORITY,) if self.config.client_priority else ()))
@@ -299,7 +312,8 @@ async def admin_port(
         yield
         return
     token = read_secret(config.admin_token_file)
-    app = AdminApp(proxy.registry, token, proxy.window.page, proxy.window.state).build()
+    window = proxy.ledger.window
+    app = AdminApp(proxy.registry, token, window.page, window.state).build()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
@@ -309,7 +323,7 @@ async def admin_port(
         with _bound(config.admin_host, config.admin_port, "admin-"):
             port = await open_port(runner, connections, config.admin_host, config.admin_port)
         announce(f"admin port on {_url(port)}")
-        async with proxy.window.running():
+        async with window.running():
             yield
     finally:
         await runner.cleanup()
@@ -330,9 +344,10 @@ async def _serve_until(
     announce(f"listening on {_url(port, bool(config.tls_cert_file))}")
     await stopped.wait()
     port.close()
-    announce(f"stopping: {proxy.num_in_flight} requests in flight")
-    if not await proxy.drain():
-        logger.warning("%d requests aborted at the shutdown timeout", proxy.num_in_flight)
+    announce(f"stopping: {proxy.requests.num_in_flight} requests in flight")
+    if not await proxy.requests.drain(config.drain_timeout_seconds):
+        text = "%d requests aborted at the shutdown timeout"
+        logger.warning(text, proxy.requests.num_in_flight)
 
 
 def make_runner(proxy: ProxyApp) -> web.AppRunner:

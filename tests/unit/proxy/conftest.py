@@ -298,6 +298,7 @@ class Cluster:
     runner: Any
     both: list[EngineServer]
     stack: AsyncExitStack
+    pools: Any
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         """The client's request: an async context manager of the response."""
@@ -320,8 +321,8 @@ class Cluster:
 
     async def idle(self) -> None:
         """Nothing of any request may be left, however it ended."""
-        engines = [engine for pool in self.proxy.pools for engine in pool.engines]
-        await until(lambda: self.proxy.num_in_flight == 0, "the proxy to be idle")
+        engines = [engine for pool in self.pools for engine in pool.engines]
+        await until(lambda: self.proxy.requests.num_in_flight == 0, "the proxy to be idle")
         await until(lambda: not any(one.work.in_flight for one in engines), "engines to be idle")
 
 
@@ -375,7 +376,7 @@ async def cluster(
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         made = Cluster(
             *(servers["prefill"], servers["decode"], proxy, session, url, runner, servers["both"]),
-            stack,
+            *(stack, proxy.registry.pools),
         )
         yield made
         await made.idle()

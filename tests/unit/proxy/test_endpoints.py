@@ -273,7 +273,7 @@ async def test_an_answer_that_is_not_there_is_said_and_no_other_engine_is_asked(
             engine.behave = answered
         name: Any = await id_of(await cluster.ask({"input": "hello"}, RESPONSES))
         port = name.split("_")[1]
-        (keeper,) = (one for one in cluster.proxy.decode_pool.engines if one.url.endswith(port))
+        (keeper,) = (one for one in cluster.pools[1].engines if one.url.endswith(port))
         if how == "gone":
             keeper.refuse("gone")
         keeper.state.draining = how == "drains"

@@ -76,7 +76,7 @@ AHEAD = (COMPUTED, READ)
 
 def tell(cluster: Any, ahead: str) -> None:
     """Whether decode engines cache prefixes, and offer blocks."""
-    for engine in cluster.proxy.decode_pool.engines:
+    for engine in cluster.pools[1].engines:
         known = engine.capabilities
         ranks = tuple(replace(rank, reuse=ahead == READ) for rank in known.ranks)
         engine.capabilities = replace(known, caches=ahead == READ, ranks=ranks)
@@ -125,7 +125,7 @@ async def test_a_stream_leaves_an_engine_that_drains(
     engines.goes_on = way != "begins anew"
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, ahead)
-        places = list(cluster.proxy.decode_pool.engines[0].capabilities.offers)
+        places = list(cluster.pools[1].engines[0].capabilities.offers)
         got = Told(await drained(cluster, engines, {}, Resume.RESUMED))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [1])
         assert got.names == {("one-0", 1000)}
@@ -184,7 +184,7 @@ async def test_a_stream_that_cannot_leave_ends_where_it_is(
         engines.second = fails
     async with kit.cluster(num_decode=2, **options) as cluster:
         tell(cluster, ahead)
-        cluster.proxy.decode_pool.engines[1].state.healthy = case != "no other engine"
+        cluster.pools[1].engines[1].state.healthy = case != "no other engine"
         got = Told(await drained(cluster, engines, body, expected))
         assert (got.text, got.is_whole, got.resumed) == ("abcd", True, [])
         assert cluster.decode[0].num_left == 0
@@ -211,7 +211,7 @@ async def test_a_stream_waits_for_an_engine_that_comes_back(kit: Any) -> None:
     """Of engines that are replaced, one may drain before a check tells of the one before it."""
     engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2) as cluster:
-        away = cluster.proxy.decode_pool.engines[1]
+        away = cluster.pools[1].engines[1]
         refuse = partial(away.refuse, "it was away")  # until a check, which is made at once
         got = Told(await drained(cluster, engines, {}, Resume.RESUMED, refuse))
         assert (got.text, got.resumed) == ("abcd", [1])
@@ -350,7 +350,7 @@ async def test_the_policy_of_placement_knows_of_moves(kit: Any, ahead: str) -> N
     async with kit.cluster(num_decode=2, prompt_order="shortest") as cluster:
         tell(cluster, ahead)
         first, second = cluster.decode
-        old, new = (one.load for one in cluster.proxy.decode_pool.engines)
+        old, new = (one.load for one in cluster.pools[1].engines)
         first.behave, second.behave = says(0, 0.002), says(1, 0.002)
         async with cluster.post({"prompt": "hello", "stream": True}, COMPLETIONS) as response:
             got = await beginning(response, 50)

@@ -41,7 +41,7 @@ async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) 
     release = asyncio.Event()
 
     async with kit.cluster(1, 2, **QUICK) as cluster:
-        first, pool = cluster.decode[0], cluster.proxy.decode_pool
+        first, pool = cluster.decode[0], cluster.pools[1]
         first.behave = kit.held(release)
         running = asyncio.ensure_future(answered(cluster))
         await kit.until(lambda: bool(first.calls), "the request")
@@ -108,9 +108,9 @@ async def test_one_answer_that_is_given_up_moves_no_other_stream(kit: Any) -> No
         async with cluster.post({**BODY, "stream": True}) as running:
             await running.content.readany()
             busy = first if first.calls else other
-            (engine,) = (e for e in cluster.proxy.decode_pool.engines if e.url == busy.url)
+            (engine,) = (e for e in cluster.pools[1].engines if e.url == busy.url)
             busy.behave = aborting
-            (away,) = (e for e in cluster.proxy.decode_pool.engines if e is not engine)
+            (away,) = (e for e in cluster.pools[1].engines if e is not engine)
             away.state.healthy = False
             assert (await answered(cluster, stream=True))[0] == 200
             away.state.healthy = True

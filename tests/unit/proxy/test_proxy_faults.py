@@ -20,7 +20,7 @@ async def test_a_refused_prefill_goes_to_another_engine_and_the_first_is_left_al
         assert "commext_proxy_retries_total" in (text := await cluster.metrics())
         assert 'retries_total{role="prefill"} 1.0' in text
         assert 'commext_proxy_engines_healthy{role="prefill"} 1.0' in text
-        first = cluster.proxy.prefill_pool.engines[0]
+        first = cluster.pools[0].engines[0]
         assert first.state.healthy is False
         await kit.until(lambda: "/health failed" in first.state.detail, "the check that follows")
 
@@ -66,7 +66,7 @@ async def test_without_any_decode_engine_the_request_fails_and_health_says_so(
 async def test_one_lost_connection_takes_no_engine_from_the_others(kit: Any, step: str) -> None:
     async with kit.cluster(health_interval_seconds=60, health_fall=1000) as cluster:
         server = getattr(cluster, step)[0]
-        (engine,) = getattr(cluster.proxy, f"{step}_pool").engines
+        (engine,) = cluster.pools[step == "decode"].engines
 
         suspected: list[bool] = []
 
@@ -212,7 +212,7 @@ async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> 
 
     def silent_if_first(engine: Any) -> Any:
         async def behave(call: Any) -> None:
-            asked.append((engine, cluster.proxy.decode_pool.num_usable))
+            asked.append((engine, cluster.pools[1].num_usable))
             if engine is asked[0][0]:
                 engine.health_status = 0
                 await kit.hanging(call)
@@ -245,7 +245,7 @@ async def test_an_engine_that_only_says_that_it_is_unwell_is_waited_for(kit: Any
 async def test_a_request_waits_a_moment_for_an_engine_to_be_well_again(kit: Any) -> None:
     async with kit.cluster(health_interval_seconds=0.02, engine_wait_seconds=30) as cluster:
         cluster.decode[0].health_status = 503
-        pool = cluster.proxy.decode_pool
+        pool = cluster.pools[1]
         await kit.until(lambda: not pool.engines[0].state.healthy, "the sick engine to be noticed")
         assert pool.engines[0].state.detail == "/health answered 503"
         request = asyncio.create_task(status_of(cluster))

@@ -124,7 +124,7 @@ async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_
         write(path, prefill=[prefill], decode=[first])
         options = {**QUICK, "engines_file": str(path)}
         async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
-            pool = cluster.proxy.decode_pool
+            pool = cluster.pools[1]
             assert await answered_by(cluster) == ("prefill0", "decode0")
             write(path, prefill=[prefill], decode=[second])
             await kit.until(lambda: [e.url for e in pool.engines] == [second.url], "the change")
@@ -161,7 +161,7 @@ async def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
             "decode": (f"dns+http://engines.test:{decode.port}",),
         }  # fmt: skip
         async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
-            pool = cluster.proxy.decode_pool
+            pool = cluster.pools[1]
             assert await answered_by(cluster) == ("prefill0", "decode0")
             addresses[:] = ["127.0.0.1", "127.0.0.2"]
             await kit.until(lambda: len(pool.engines) == 2, "the second address")
@@ -247,7 +247,7 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
         kit.cluster(**QUICK) as cluster,
     ):
         admin = await admin_of(tmp_path, cluster)
-        pool, first = cluster.proxy.decode_pool, cluster.decode[0]
+        pool, first = cluster.pools[1], cluster.decode[0]
         status, told = await admin.ask(
             "POST", "/engines", {"role": "decode", "url": added.url + "/"}
         )

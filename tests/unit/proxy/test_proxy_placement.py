@@ -59,7 +59,7 @@ async def test_requests_are_shared_out_among_engines_that_do_both(kit: Any) -> N
 
 async def test_an_engine_of_both_roles_is_one_engine(kit: Any) -> None:
     async with kit.cluster(1, 1, num_both=1) as cluster:
-        registry, pools = cluster.proxy.registry, cluster.proxy.pools
+        registry, pools = cluster.proxy.registry, cluster.pools
         assert [one.name for one in registry.engines] == ["prefill0", "engine0", "decode0"]
         assert [len(pool.engines) for pool in pools] == [2, 2]
         assert pools[0].engines[1] is pools[1].engines[1]

@@ -224,7 +224,7 @@ async def test_a_lack_of_descriptors_is_nobodys_fault_but_the_proxys(kit: Any) -
             "overloaded",
             "proxy",
         )
-        engines = [engine for pool in cluster.proxy.pools for engine in pool.engines]
+        engines = [engine for pool in cluster.pools for engine in pool.engines]
         assert all(engine.state.healthy and not engine.state.suspected for engine in engines)
         assert (await cluster.ask({"prompt": "x"})).status == 200
 

@@ -175,7 +175,7 @@ async def test_requests_that_are_not_whole_are_looked_at_for_a_part_of_the_time(
         await asyncio.sleep(0.1)
         later = [await Stranger.of(cluster, head(10)) for _ in range(20)]
         await served(cluster)
-        assert cluster.proxy._num_begun == 1
+        assert cluster.proxy.requests.num_begun == 1
         for one in later:
             one.send(b'"a string"')
             assert (await one.answer(keeps=True))[0] == 400
@@ -384,7 +384,8 @@ async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_an
         cluster.decode[0].behave = behave
         content = json.dumps({**BODY, "stream": streams}).encode()
         if not streams:
-            monkeypatch.setattr(cluster.proxy.metrics.answers.request_seconds, "labels", fail)
+            answers = cluster.proxy.ledger.metrics.answers
+            monkeypatch.setattr(answers.request_seconds, "labels", fail)
         client = await Stranger.of(cluster, head(len(content)) + content)
         await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
         await asyncio.sleep(0.1)

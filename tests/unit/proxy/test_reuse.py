@@ -102,7 +102,7 @@ def test_a_page_that_cannot_be_read_is_an_error(broken: str) -> None:
 async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any) -> None:
     async with kit.cluster(health_interval_seconds=0.05) as cluster:
         (engine,) = cluster.decode
-        known = [one for pool in cluster.proxy.pools for one in pool.engines]
+        known = [one for pool in cluster.pools for one in pool.engines]
         (one,) = [one for one in known if one.url == engine.url]
         engine.metrics_status = 503
         one.capabilities = UNKNOWN
@@ -116,7 +116,7 @@ async def test_an_engine_whose_metrics_cannot_be_had_yet_is_asked_again(kit: Any
 
 async def test_an_engine_that_comes_back_gets_work_once_it_is_known_what_it_can(kit: Any) -> None:
     async with kit.cluster() as cluster:
-        (one,) = cluster.proxy.decode_pool.engines
+        (one,) = cluster.pools[1].engines
         one.refuse("it was away")
         assert not one.capabilities.is_known
         async with asyncio.timeout(10):
@@ -136,7 +136,7 @@ async def test_a_drain_that_is_noticed_after_a_check_counts(
         noticed.set()
 
     async with kit.cluster(health_interval_seconds=0.05) as cluster:
-        (one,) = cluster.proxy.decode_pool.engines
+        (one,) = cluster.pools[1].engines
         monkeypatch.setattr(HealthMonitor, "_learn_page", learn)
         async with asyncio.timeout(10):
             await noticed.wait()

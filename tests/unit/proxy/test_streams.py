@@ -228,7 +228,7 @@ async def test_what_is_not_streamed_is_counted_with_the_reason(
 ) -> None:
     """The prefill engine's ranks say whether they stream; an older release's say nothing."""
     async with running(kit, health_interval_seconds=60.0, **options) as cluster:
-        (engine,) = cluster.proxy.pools[0].engines
+        (engine,) = cluster.pools[0].engines
         told = [Rank(str(n), SideChannel(*CHANNEL), streams) for n, streams in enumerate(ranks)]
         engine.capabilities = Capabilities(tuple(told), is_known=True)
         path, _ = await ask(cluster, {**BODY, **changes})
@@ -240,7 +240,7 @@ async def test_a_prefill_engine_behind_another_side_channel_is_read_from_there(k
     """It was replaced at its address since its page was read."""
     async with running(kit, health_interval_seconds=60.0) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        (engine,) = cluster.proxy.pools[0].engines
+        (engine,) = cluster.pools[0].engines
         prefill.behave, decoding.behave = answering(remote_port=5601), whole_only
         for ways_taken in ({"several": 1}, {"several": 1, "not_known": 1}):
             assert (await ask(cluster))[0] == "two-step"
@@ -255,12 +255,12 @@ async def test_nothing_is_streamed_to_a_decode_engine_that_does_not_say_it_can(k
     async with running(kit, num_decode=2) as cluster:
         new, old = cluster.decode
         old.streams = False
-        for engine in cluster.proxy.pools[1].engines:
+        for engine in cluster.pools[1].engines:
             engine.capabilities = read_capabilities((old if engine.url == old.url else new).page)
         for _ in range(3):
             assert (await ask(cluster))[0] == "two-step"
         assert await ways(cluster) == {"decode": 3}
-        (engine,) = [one for one in cluster.proxy.pools[1].engines if one.url == old.url]
+        (engine,) = [one for one in cluster.pools[1].engines if one.url == old.url]
         engine.refuse("gone")
         assert (await ask(cluster))[0] == "streamed"
 
@@ -269,7 +269,7 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
-        (engine,) = cluster.proxy.pools[0].engines
+        (engine,) = cluster.pools[0].engines
         may_answer = asyncio.Event()
         prefill.behave = kit.held(may_answer, answering())
         asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
@@ -289,7 +289,7 @@ async def test_after_a_stream_that_failed_the_prefill_engine_is_asked_again_what
     """As it knows after its first step that its model is not streamed."""
     async with running(kit) as cluster:
         cluster.decode[0].behave = refusing(500)
-        (engine,) = cluster.proxy.pools[0].engines
+        (engine,) = cluster.pools[0].engines
         cluster.prefill[0].streams = False
         assert engine.capabilities.streams
         await ask(cluster)

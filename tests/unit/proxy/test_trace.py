@@ -28,7 +28,7 @@ class Traced:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         self._trace = Trace(provider, SimpleSpanProcessor(self._exporter))
-        cluster.proxy.trace = self._trace
+        cluster.proxy.ledger.trace = self._trace
 
     def spans(self) -> Sequence[Any]:
         self._trace.close()

@@ -146,7 +146,7 @@ async def test_a_prompt_waits_as_lost_whose_first_token_is_expected_too_late(kit
         asked = list[asyncio.Task[Any]]()
         for length in (8000, 8000, 80):
             asked.append(asyncio.create_task(cluster.ask({"prompt": "a" * length})))
-            await kit.until(lambda: cluster.proxy.num_in_flight == len(asked), "it to be in")
+            await kit.until(lambda: cluster.proxy.requests.num_in_flight == len(asked), "its entry")
             await kit.until(lambda: len(engine.calls) + len(load.queue) == len(asked), "its turn")
         assert [one.is_lost for one in load.queue] == [True, False]
         release.set()
@@ -232,7 +232,7 @@ async def test_prompts_are_sent_in_turn(
             asyncio.create_task(cluster.ask({"prompt": "a" * length}))
             for length in (8000, 3000, 2000, 6000)
         ]
-        await kit.until(lambda: cluster.proxy.num_in_flight == len(asked), "all to be in")
+        await kit.until(lambda: cluster.proxy.requests.num_in_flight == len(asked), "all to be in")
         await kit.until(lambda: len(prefill.calls) >= num_sent, "prompts")
         await asyncio.sleep(0.1)
         assert len(prefill.calls) == num_sent
@@ -258,4 +258,4 @@ async def test_where_prompts_wait_for_their_turn(
     kit: Any, options: dict[str, Any], num_both: int, expected: bool
 ) -> None:
     async with kit.cluster(1, 1, num_both=num_both, affinity=False, **options) as cluster:
-        assert orders_prompts(cluster.proxy.config, cluster.proxy.decode_pool) is expected
+        assert orders_prompts(cluster.proxy.config, cluster.pools[1]) is expected

@@ -63,7 +63,7 @@ async def test_what_a_decode_engine_refuses_or_fails_is_released(
 
 def num_sent(cluster: Any) -> float:
     """Keys that engines were told, by the proxy's metrics."""
-    samples = cluster.proxy.metrics.steps.releases.collect()[0].samples
+    samples = cluster.proxy.ledger.metrics.steps.releases.collect()[0].samples
     sent = (one for one in samples if one.labels == {"outcome": "sent"})
     return sum(one.value for one in sent if one.name.endswith("_total"))
 
@@ -106,7 +106,7 @@ async def test_a_prefill_that_was_lost_is_released_where_it_may_be_kept(kit: Any
 
 async def test_every_rank_of_an_engine_is_told(kit: Any) -> None:
     async with kit.cluster(keys=True) as cluster:
-        engine = cluster.proxy.prefill_pool.engines[0]
+        engine = cluster.pools[0].engines[0]
         (rank,) = engine.capabilities.ranks
         ranks = (rank, replace(rank, number="1"))
         engine.capabilities = Capabilities(ranks, is_known=True)
@@ -177,7 +177,7 @@ async def test_a_request_that_loses_two_engines_in_one_step_is_tried_at_no_third
         assert calls_of(cluster.prefill) == num_prefill
         assert sum(len(one.calls) for one in cluster.decode) == num_decode
         if ending == "lost":
-            for pool in cluster.proxy.pools:
+            for pool in cluster.pools:
                 assert sum(one.state.suspected for one in pool.engines) <= 1
 
 

@@ -196,4 +196,4 @@ async def test_the_page_is_open_and_runs_only_its_own_script_and_the_state_needs
 async def test_without_an_admin_port_nothing_is_kept(kit: Any) -> None:
     async with kit.cluster() as cluster:
         await cluster.ask({"prompt": "hello", "max_tokens": 2})
-        assert not cluster.proxy.window.as_json(0.0)["latest"]
+        assert not cluster.proxy.ledger.window.as_json(0.0)["latest"]

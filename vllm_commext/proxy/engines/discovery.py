@@ -49,7 +49,7 @@ class Registry:
     goes when its last request has ended. One that changes its role is a new engine at once."""
 
     def __init__(self, pools: Mapping[str, EnginePool]) -> None:
-        self._pools = pools
+        self.pools = tuple(pools.values())
         self._named: dict[str, tuple[EngineEndpoint, ...]] = {}
         self._drained: frozenset[str] = frozenset()
         self._on_added: Callable[[Engine], None] = lambda _: None
@@ -62,7 +62,7 @@ class Registry:
 
     @property
     def engines(self) -> list[Engine]:
-        found = (engine for pool in self._pools.values() for engine in pool.engines)
+        found = (engine for pool in self.pools for engine in pool.engines)
         return list(dict.fromkeys(found))
 
     def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
@@ -98,7 +98,7 @@ class Registry:
         """Remove some engines that leave and have nothing left to do; True if there may be more."""
         idle = [one for one in self.engines if one.state.leaving and not one.work.in_flight]
         for engine in idle[:MAX_CHANGED]:
-            for pool in self._pools.values():
+            for pool in self.pools:
                 pool.remove(engine)
             self._on_removed(engine)
             logger.info("%s (%s) is removed", engine.name, engine.url)
@@ -118,7 +118,7 @@ class Registry:
         self.sweep()
 
     def _add(self, place: EngineEndpoint) -> Engine:
-        first, *others = (pool for pool in self._pools.values() if place.role in (pool.role, BOTH))
+        first, *others = (pool for pool in self.pools if place.role in (pool.role, BOTH))
         engine = first.add(place.url, place.role)
         for pool in others:
             pool.join(engine)

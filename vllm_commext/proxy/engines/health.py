@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 
@@ -47,7 +48,8 @@ class HealthMonitor:
         self._reads_cache = reads_cache
         self._session = session
         self._config = config
-        self._timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
+        timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
+        self._bounds: dict[str, Any] = {"timeout": timeout, "allow_redirects": False}
         self._watches: dict[Engine, asyncio.Task[None]] = {}
         self._starts = asyncio.Semaphore(_STARTS)
 
@@ -119,12 +121,8 @@ class HealthMonitor:
         if is_known and not reads_cache:
             return
         try:
-            async with self._session.get(
-                f"{engine.url}/metrics",
-                timeout=self._timeout,
-                allow_redirects=False,
-                raise_for_status=True,
-            ) as response:
+            url, bounds = f"{engine.url}/metrics", self._bounds
+            async with self._session.get(url, raise_for_status=True, **bounds) as response:
                 page = await _wanted(response.content)
             if not is_known:
                 engine.learn(read_capabilities(page))
@@ -136,9 +134,7 @@ class HealthMonitor:
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
         """Status of /health, true if the engine drains, and the failure, if any."""
         try:
-            async with self._session.get(
-                f"{engine.url}/health", timeout=self._timeout, allow_redirects=False
-            ) as response:
+            async with self._session.get(f"{engine.url}/health", **self._bounds) as response:
                 failure = None if response.status == 200 else f"/health answered {response.status}"
                 return response.status, HEADER in response.headers, failure
         except TimeoutError:

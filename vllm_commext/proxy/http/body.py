@@ -46,11 +46,8 @@ class Objects(dict[str, "Objects"]):
 
 
 _XARGS = Objects()
-OBJECTS = Objects(
-    kv_transfer_params=_XARGS,
-    vllm_xargs=_XARGS,
-    sampling_params=Objects(extra_args=_XARGS),
-)
+OBJECTS = Objects(kv_transfer_params=_XARGS, vllm_xargs=_XARGS)
+OBJECTS["sampling_params"] = Objects(extra_args=_XARGS)
 _SPACE = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^\s,\]}]+")
