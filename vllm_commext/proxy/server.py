@@ -317,9 +317,8 @@ async def admin_port(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
     await runner.setup()
     try:
-        connections = Connections(
-            _MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS, config.client_timeout_seconds
-        )
+        most = _MAX_ADMIN_CONNECTIONS
+        connections = Connections(most, most, config.client_timeout_seconds)
         with _bound(config.admin_host, config.admin_port, "admin-"):
             port = await open_port(runner, connections, config.admin_host, config.admin_port)
         announce(f"admin port on {_url(port)}")
@@ -376,8 +375,7 @@ async def open_port(
 ) -> asyncio.Server:
     """Listen. *reuse_port*: beside other processes that set it, too."""
     manager = runner.server
-    if manager is None:
-        raise RuntimeError("a port needs a runner that has been set up")
+    assert manager is not None  # as the runner has been set up
     opened = await asyncio.get_running_loop().create_server(
         lambda: connections.make(manager, tls),
         host,

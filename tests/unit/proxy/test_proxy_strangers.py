@@ -201,7 +201,7 @@ async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn(
 
     every: Any = connections.Connections(100, 100, 1.0)
     for peer in "a" * 20 + "b":
-        every.take_up(One(peer))
+        every.ready.take_up(One(peer))
     turns = []
     while len(begun) < 21:
         if len(turns) < 2:

@@ -68,10 +68,76 @@ _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 @dataclass
 class _Peer:
-    """waiting: its connections that keep the proxy waiting, oldest first."""
+    """waiting: its connections that keep the proxy waiting, oldest first, and since when."""
 
     num_open: int = 0
-    waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
+    waiting: dict["Connection", float] = field(default_factory=dict["Connection", float])
+
+
+class _Begun(dict["Connection", None]):
+    """Connections with the beginning of a request: a step looks at some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step: asyncio.TimerHandle | None = None
+        self._next_step = 0.0
+
+    def look_later(self, one: "Connection") -> None:
+        self[one] = None
+        self._plan_step()
+
+    def _plan_step(self) -> None:
+        if self and self._step is None:
+            loop = asyncio.get_running_loop()
+            self._step = loop.call_at(self._next_step, self._look)
+
+    def _look(self) -> None:
+        self._step = None
+        end = time.perf_counter() + _STEP_SECONDS
+        while self and time.perf_counter() < end:
+            one = next(iter(self))
+            del self[one]
+            one.take_up()
+        self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
+        self._plan_step()
+
+
+class _Ready(dict[str, dict["Connection", None]]):
+    """Connections with a request that is to begin, by client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_taken = 0  # in this turn
+        self._turn_end, self._has_entered = 0.0, False
+
+    def note_entered(self) -> None:
+        self._has_entered = True
+
+    def take_up(self, one: "Connection") -> None:
+        """Begin a request: at once, or in its client's turn where many come at once."""
+        if not self._num_taken:
+            self._turn_end = time.perf_counter() + _ENTRY_SECONDS
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._num_taken < _STARTS:
+            self._num_taken += 1
+            one.take_up()
+        else:
+            one.hold()
+            self.setdefault(one.peer, {})[one] = None
+
+    def _next_turn(self) -> None:
+        if self._has_entered and time.perf_counter() < self._turn_end:
+            self._has_entered = False
+            asyncio.get_running_loop().call_soon(self._next_turn)
+            return
+        self._num_taken = 0
+        while self and self._num_taken < _STARTS:
+            peer = next(iter(self))
+            if ones := self.pop(peer):
+                one = next(iter(ones))
+                del ones[one]
+                self[peer] = ones
+                self.take_up(one)
 
 
 class Connections:
@@ -80,19 +146,10 @@ class Connections:
         self._max_of_peer = max_of_peer
         self._client_seconds = client_seconds
         self._peers: dict[str, _Peer] = {}
-        self._waiting: dict[Connection, None] = {}
-        self._max_refused = max(32, min(max_open, getrlimit(RLIMIT_NOFILE)[0] // 16))
+        self._waiting: dict[Connection, float] = {}
         self._refused: dict[Connection, asyncio.TimerHandle] = {}
-        self._num_head_bytes = 0
-        # Those with the beginning of a request, and when the next step may look at some of them.
-        self._begun: dict[Connection, None] = {}
-        self._step: asyncio.TimerHandle | None = None
-        self._next_step = 0.0
-        # Those with a request that is to begin, by client, and how many have begun in this turn.
-        self._ready: dict[str, dict[Connection, None]] = {}
-        self._num_taken = 0
-        self._turn_end, self._has_entered = 0.0, False
-        self.num_open = 0
+        self.begun, self.ready = _Begun(), _Ready()
+        self.num_open = self._num_head_bytes = 0
 
     def bound_waits(self, port: asyncio.Server) -> None:
         """Have the kernel end connections whose host is gone, or whose client takes nothing."""
@@ -122,15 +179,15 @@ class Connections:
             oldest.cut()
         self._peers.setdefault(one.peer, _Peer()).num_open += 1
         self.num_open += 1
-        self._has_entered = True
+        self.ready.note_entered()
         self.wait(one)
         return True
 
-    def _idle_of(self, waiting: dict["Connection", None]) -> "Connection | None":
+    def _idle_of(self, waiting: dict["Connection", float]) -> "Connection | None":
         """The one that waits longest, if that is long enough and nothing of it is to be read."""
         now = time.monotonic()
-        for one in list(islice(waiting, _MAX_LOOKS)):
-            if now - one.waits_since < MIN_IDLE_SECONDS:
+        for one, since in list(islice(waiting.items(), _MAX_LOOKS)):
+            if now - since < MIN_IDLE_SECONDS:
                 break
             if not one.has_come():
                 return one
@@ -140,7 +197,7 @@ class Connections:
 
     def refuse(self, one: "Connection") -> None:
         """Have *one* end a little later, or when there are too many of them."""
-        if len(self._refused) >= self._max_refused:
+        if len(self._refused) >= max(32, min(self._max_open, getrlimit(RLIMIT_NOFILE)[0] // 16)):
             next(iter(self._refused)).cut()
         loop = asyncio.get_running_loop()
         self._refused[one] = loop.call_later(_REFUSED_SECONDS, one.cut)
@@ -152,8 +209,8 @@ class Connections:
             return
         one.is_open = False
         self.serve(one)
-        self._begun.pop(one, None)
-        self._ready.get(one.peer, {}).pop(one, None)
+        self.begun.pop(one, None)
+        self.ready.get(one.peer, {}).pop(one, None)
         self.num_open -= 1
         self._num_head_bytes -= one.num_head_bytes
         self._peers[one.peer].num_open -= 1
@@ -161,57 +218,11 @@ class Connections:
             del self._peers[one.peer]
 
     def wait(self, one: "Connection") -> None:
-        one.waits_since = time.monotonic()
-        self._waiting[one] = self._peers[one.peer].waiting[one] = None
+        self._waiting[one] = self._peers[one.peer].waiting[one] = time.monotonic()
 
     def serve(self, one: "Connection") -> None:
         self._waiting.pop(one, None)
         self._peers[one.peer].waiting.pop(one, None)
-
-    def look_later(self, one: "Connection") -> None:
-        self._begun[one] = None
-        self._plan_step()
-
-    def _plan_step(self) -> None:
-        if self._begun and self._step is None:
-            loop = asyncio.get_running_loop()
-            self._step = loop.call_at(self._next_step, self._look)
-
-    def _look(self) -> None:
-        self._step = None
-        end = time.perf_counter() + _STEP_SECONDS
-        while self._begun and time.perf_counter() < end:
-            one = next(iter(self._begun))
-            del self._begun[one]
-            one.take_up()
-        self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
-        self._plan_step()
-
-    def take_up(self, one: "Connection") -> None:
-        """Begin a request: at once, or in its client's turn where many come at once."""
-        if not self._num_taken:
-            self._turn_end = time.perf_counter() + _ENTRY_SECONDS
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        if self._num_taken < _STARTS:
-            self._num_taken += 1
-            one.take_up()
-        else:
-            one.hold()
-            self._ready.setdefault(one.peer, {})[one] = None
-
-    def _next_turn(self) -> None:
-        if self._has_entered and time.perf_counter() < self._turn_end:
-            self._has_entered = False
-            asyncio.get_running_loop().call_soon(self._next_turn)
-            return
-        self._num_taken = 0
-        while self._ready and self._num_taken < _STARTS:
-            peer = next(iter(self._ready))
-            if ones := self._ready.pop(peer):
-                one = next(iter(ones))
-                del ones[one]
-                self._ready[peer] = ones
-                self.take_up(one)
 
     def take_head(self, one: "Connection", num_bytes: int) -> bool:
         one.num_head_bytes += num_bytes
@@ -225,8 +236,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A client's connection. peer: its address, or IPv6 network. is_open: it is counted.
-    waits_since: the time since which it has kept the proxy waiting."""
+    """A client's connection. peer: its address, or IPv6 network. is_open: it is counted."""
 
     def __init__(
         self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
@@ -239,7 +249,6 @@ class Connection(web.RequestHandler):
         self.peer = ""
         self.is_open = False
         self.num_head_bytes = 0
-        self.waits_since = 0.0
 
     def enter(self, transport: Any) -> None:
         """Count it, if there is room."""
@@ -302,13 +311,13 @@ class Connection(web.RequestHandler):
             return
         is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
         if not (is_large or _is_whole(self._beginning)):
-            self._all.look_later(self)
+            self._all.begun.look_later(self)
             return
         self._all.serve(self)
         if self._reads_body:
             self.take_up()
         else:
-            self._all.take_up(self)
+            self._all.ready.take_up(self)
 
     def _count_head(self, num_before: int) -> bool:
         _, end, rest = self._beginning.rpartition(b"\r\n\r\n")

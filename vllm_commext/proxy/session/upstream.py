@@ -236,7 +236,8 @@ class Upstream:
     def __post_init__(self) -> None:
         self.releases = Releases(self._post_release, self.metrics.steps.releases)
         bound = self.config.health_timeout_seconds
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
+        timeout = aiohttp.ClientTimeout(total=None, connect=bound, sock_connect=bound)
+        self._bounds: dict[str, Any] = {"timeout": timeout, "allow_redirects": False}
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
 
     async def prefill(
@@ -316,14 +317,10 @@ class Upstream:
         engine = self.decode_pool.pick() or self.prefill_pool.pick()
         if engine is None:
             raise no_engine(self.decode_pool)
-        timeout = aiohttp.ClientTimeout(total=seconds)
+        url, bounds = engine.url + path, dict(self._bounds)
+        bounds["timeout"] = aiohttp.ClientTimeout(total=seconds)
         with failures_of(engine, seconds):
-            async with self._session.request(
-                *(method, engine.url + path),
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
+            async with self._session.request(method, url, headers=headers, **bounds) as response:
                 answer = await read_answer(engine, response)
                 return response.status, answer.headers, answer.body
 
@@ -501,12 +498,8 @@ class Upstream:
 
     async def _post(self, engine: Engine, payload: Payload) -> aiohttp.ClientResponse:
         content, num_bytes = payload.content()
-        response = await self._session.post(
-            engine.url + payload.path,
-            data=content,
-            headers={**payload.headers, "Content-Length": str(num_bytes)},
-            timeout=self._timeout,
-            allow_redirects=False,
-        )
+        url, headers = engine.url + payload.path, dict(payload.headers)
+        headers["Content-Length"] = str(num_bytes)
+        response = await self._session.post(url, data=content, headers=headers, **self._bounds)
         check_not_draining(engine, response)
         return response
