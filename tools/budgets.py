@@ -1,8 +1,9 @@
-"""Hold the budgets of `budgets.toml`: lines, files, words, options, and imports.
+"""Hold the budgets of `budgets.toml`: lines, files, words, options, imports, attributes.
 
 `make lint` runs this. Exit status 1 and one sentence for each budget that is exceeded."""
 
 import argparse
+import ast
 import sys
 import tomllib
 from pathlib import Path
@@ -62,7 +63,49 @@ def _imports(package: str) -> dict[str, set[str]]:
     return {one: graph.find_modules_directly_imported_by(one) & modules for one in modules}
 
 
-COUNTS = {one.__name__: one for one in (lines, files, words, options, arrows, floors)}
+def attributes(package: str) -> int:
+    """Attributes of its widest class, but of those that cannot be written once they are made."""
+    return max(len(fields | own) for _, fields, own in _classes(package))
+
+
+def writers(package: str) -> int:
+    """Most files that write one attribute. Its class is told by its name: one of the same file, or
+    else the one that fewest write."""
+    classes, strangers = _classes(package), dict[str, set[Path]]()
+    for path in _code(package.replace(".", "/")):
+        near = {name for of, fields, own in classes if of == path for name in fields | own}
+        for name in _written(ast.parse(path.read_text()), of_self=False) - near:
+            strangers.setdefault(name, set()).add(path)
+    most = 0
+    for name, files in strangers.items():
+        known = [(of, own) for of, fields, own in classes if name in fields | own]
+        every = [len(files | ({of} if name in own else set())) for of, own in known]
+        most = max(most, min(every, default=0))
+    return most
+
+
+def _classes(package: str) -> list[tuple[Path, set[str], set[str]]]:
+    """File of each class, its dataclass fields, and the attributes that its methods write."""
+    found: list[tuple[Path, set[str], set[str]]] = []
+    for path in _code(package.replace(".", "/")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                made = " ".join(map(ast.unparse, (*node.decorator_list, *node.bases)))
+                typed = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+                fields = {ast.unparse(one.target) for one in typed}
+                if "frozen=True" not in made and "NamedTuple" not in made:
+                    found.append((path, fields, _written(node, of_self=True)))
+    return found
+
+
+def _written(code: ast.AST, *, of_self: bool) -> set[str]:
+    found = [one for one in ast.walk(code) if isinstance(one, ast.Attribute)]
+    found = [one for one in found if isinstance(one.ctx, ast.Store)]
+    return {one.attr for one in found if (ast.unparse(one.value) == "self") == of_self}
+
+
+_COUNTED = lines, files, words, options, arrows, floors, attributes, writers
+COUNTS = {one.__name__: one for one in _COUNTED}
 
 
 def _code(folder: str) -> list[Path]:

@@ -87,6 +87,11 @@ _LEFT_OFF = {
     "resume": "end a stream with an error if its decode engine is lost",
     "move": "let streams finish at a decode engine that drains",
 }
+_TURNED_ON = {
+    "reuse-port": "share the port with other proxies that set this (SO_REUSEPORT)",
+    "access-log": "log a line for every request that ends",
+    "client-priority": "let clients set vLLM's priority; else it is removed from requests",
+}
 _CHOSEN = {
     "stream_chunks": (
         MODES,
@@ -151,17 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="port to see, add, remove and drain engines; 0: any free one; default: none",
     )
-    add(
-        "--reuse-port",
-        action="store_true",
-        help="share the port with other proxies that set this (SO_REUSEPORT)",
-    )
-    add("--access-log", action="store_true", help="log a line for every request that ends")
-    add(
-        "--client-priority",
-        action="store_true",
-        help="let clients set vLLM's priority; else it is removed from requests",
-    )
+    for name, meaning in _TURNED_ON.items():
+        add(f"--{name}", action="store_true", help=meaning)
     add("--log-level", choices=_LOG_LEVELS, default="info", help="default: %(default)s")
     for name, meaning in _LEFT_OFF.items():
         add(f"--no-{name}", dest=name, action="store_false", help=meaning)

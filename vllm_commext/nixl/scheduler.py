@@ -75,12 +75,8 @@ class SchedulerSide:
             )
         file = drain_file()
         self._server = SideChannelServer(
-            engine.engine_id,
-            engine.incarnation,
-            engine.config.side_channel_host,
-            engine.port,
-            descriptions,
-            engine.secret,
+            *(engine.engine_id, engine.incarnation, engine.config.side_channel_host, engine.port),
+            *(descriptions, engine.secret),
             None if file is None else file.is_there,
             None if engine.streaming.refusal else self._prefills.directory,
             self._reuse.open([worker.generations for worker in workers.values()]),

@@ -134,10 +134,7 @@ class WorkerSide:
             None if self._tables.generations is None else self._tables.generations.offer,
         )
         self._thread = TransferThread(
-            self._agent,
-            self._config,
-            local,
-            self.recorder,
+            *(self._agent, self._config, local, self.recorder),
             lambda: self._select_device(local),
             (lambda peer: self._probe(device, peer)) if self._config.transport_probe else None,
             self._publisher,
@@ -147,17 +144,12 @@ class WorkerSide:
 
     def _log_registered(self, local: LocalWorker) -> None:
         layout = local.layout
+        num_bytes = sum(block_bytes(layout, one) * len(one.names) for one in layout.families)
         logger.info(
             "registered the KV cache of engine %s, %s: %d layers in %d groups, %d blocks of %d "
             "bytes over all layers, %s, backends %s",
-            self._engine_id,
-            describe_place(layout),
-            layout.num_regions,
-            len(layout.groups),
-            layout.num_blocks,
-            sum(block_bytes(layout, one) * len(one.names) for one in layout.families),
-            local.memory_type,
-            "+".join(self._config.backends),
+            *(self._engine_id, describe_place(layout), layout.num_regions, len(layout.groups)),
+            *(layout.num_blocks, num_bytes, local.memory_type, "+".join(self._config.backends)),
         )
 
     def prepare_step(self, step: StepMetadata) -> None:

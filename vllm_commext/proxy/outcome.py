@@ -93,6 +93,9 @@ class ProxyError(CommextError):
     def __post_init__(self, message: str) -> None:
         super().__init__(message)
 
+    def be_final(self) -> None:
+        self.can_retry = False
+
     def in_a_stream(self) -> dict[str, Any]:
         """Error object for a stream that has begun: the engine's own, if it is one."""
         try:
@@ -227,24 +230,25 @@ class Route:
     marks: list[Mark] = field(default_factory=list[Mark])
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcome:
-    """Filled in while a request is served. kind, side: labels of the count. status: of an error.
-    is_answered: the client has its whole stream, of *tokens*, each but the first in *per_token*
-    seconds. prompt_tokens: about. trace: its spans, where they are sent."""
+    """Filled in while a request is served. kind, side: labels of the count; "" while it goes on.
+    status: of an error. prompt_tokens: about. The client has a whole stream of *tokens*, each but
+    the first in *per_token* seconds."""
 
     request_id: str
-    kind: str = "ok"
+    kind: str = ""
     side: str = SIDE_PROXY
     route: Route = field(default_factory=Route)
     began: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
-    is_answered: bool = False
     status: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
     per_token: float = 0.0
-    trace: object = None
+
+    def end_well(self) -> None:
+        self.kind = self.kind or "ok"
 
     def set(self, kind: str, side: str, status: int = 0) -> None:
         self.kind, self.side, self.status = kind, side, status
@@ -264,7 +268,7 @@ class Outcome:
         route = self.route
         told = {"X-Request-Id": self.request_id, "X-Commext-Path": route.path}
         told |= {"X-Commext-Decode": route.decode}
-        if self.kind != "ok":
+        if self.kind:
             told[SIDE] = self.side
         has_prefill = route.path in (TWO_STEP, STREAMED)
         if route.placement:

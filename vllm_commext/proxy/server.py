@@ -218,13 +218,13 @@ class ProxyApp:
         try:
             self.requests.begin()
             yield
+            outcome.end_well()
         except ProxyError as error:
             outcome.set(error.kind, error.side, error.status)
             raise
         except (ClientGoneError, asyncio.CancelledError):
-            if not outcome.is_answered and outcome.kind == "ok":
-                is_shutdown = self.requests.are_refused
-                outcome.set("shutdown" if is_shutdown else "client_gone", SIDE_PROXY)
+            if not outcome.kind:
+                outcome.set("shutdown" if self.requests.are_refused else "client_gone", SIDE_PROXY)
             raise
         except Exception:
             outcome.set("internal", SIDE_PROXY)

@@ -272,8 +272,7 @@ async def test_an_answer_that_is_not_there_is_said_and_no_other_engine_is_asked(
         for engine in cluster.decode:
             engine.behave = answered
         name: Any = await id_of(await cluster.ask({"input": "hello"}, RESPONSES))
-        port = name.split("_")[1]
-        (keeper,) = (one for one in cluster.pools[1].engines if one.url.endswith(port))
+        (keeper,) = (e for e in cluster.pools[1].engines if e.url.endswith(name.split("_")[1]))
         if how == "gone":
             keeper.refuse("gone")
         keeper.state.draining = how == "drains"

@@ -262,7 +262,7 @@ def plainly_late(at: _Costs, by: int, seen: int) -> float:
 
     def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
         """Limit times tokens, less the time to these: late where it is below zero."""
-        step, wait = at.slower if is_slower else at.step, at.backlog + at.prefill * is_behind
+        step, wait = at.steps[is_slower], at.backlog + at.prefill * is_behind
         had = answer.tokens or 1
         until = max(0.0, answer.first_at - NOW)
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
@@ -417,9 +417,9 @@ def test_steps_are_as_long_by_an_answer_that_is_to_come_as_by_one_that_has_begun
     for context in (1000, 32000) * 15:
         one.load.speed.note_steps(1, context, STEP + 1e-7 * context)
     answer = one.load.expect(16000, NOW)
-    to_come = _Costs(one, 4000, NOW).step
+    to_come = _Costs(one, 4000, NOW).steps.step
     answer.begin(NOW)
-    assert to_come == _Costs(one, 4000, NOW).step > STEP
+    assert to_come == _Costs(one, 4000, NOW).steps.step > STEP
 
 
 def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
@@ -428,10 +428,10 @@ def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
     (one,) = engines(made, 1)
     for num in 10 * (1, 4, 16):
         one.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
-    alone, way = _Costs(one, 4000, NOW).step, place(made, [one], [one])
+    alone, way = _Costs(one, 4000, NOW).steps.step, place(made, [one], [one])
     planned = made.note(way, 4000, NOW)
     assert one.load.to_come(NOW) == (1, 4000)
-    assert _Costs(one, 4000, NOW).step > alone
+    assert _Costs(one, 4000, NOW).steps.step > alone
     planned.end()
     assert one.load.to_come(NOW) == (0, 0)
     for is_lost, seconds, num in ((False, 0.9, 1), (False, 1.1, 0), (True, 0.1, 0)):
@@ -488,8 +488,8 @@ def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_man
         running(target.load, 20, 20 * 0.009)
     source.load.recent.share, target.load.recent.share = 0.9, 0.2
     costs = _Costs(target, 4000, NOW)
-    assert costs.pace > limit
-    assert (costs.slower > limit) == is_full
+    assert costs.steps.pace > limit
+    assert (costs.steps.slower > limit) == is_full
     assert place(made, [source, target], [source, target]).decode is (source if is_full else target)
 
 
@@ -503,6 +503,6 @@ def test_answers_are_late_where_one_more_makes_steps_longer_than_the_limit(
     (one,) = engines(made, 1)
     running(one.load, 10, 10 * STEP)
     costs = _Costs(one, 4000, NOW)
-    costs.step, costs.slower, costs.pace = STEP, 0.008, 0.008
+    costs.steps = costs.steps._replace(step=STEP, slower=0.008, pace=0.008)
     late = made._late(costs, BY_ANSWER, NOW, MAX_SEEN)
     assert late == (0.0 if per_token == 0.008 else 1.0)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART, Resume
-from vllm_commext.proxy.session.attempt import MAX_RESUMES
 from vllm_commext.proxy.session.transcript import Room, Transcript
 from vllm_commext.proxy.session.two_step import local_prefill_reason, refusal
+from vllm_commext.proxy.session.upstream import MAX_RESUMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"

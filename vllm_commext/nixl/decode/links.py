@@ -316,14 +316,12 @@ class Links:
 
 def log_ready(link: Link, described: WorkerDescription, tolerated: str) -> None:
     lengths = link.plan.local_rows[:, 1]
+    num_lanes = sum(section.num_lanes for section in link.plan.sections)
+    least = lengths.min(initial=1 << 62) if len(lengths) else 0
     logger.info(
         "connected to prefill engine %s: %s, %d blocks, %d descriptors of %d to %d bytes for each "
         "run of tokens or state%s",
-        link.key,
-        describe_place(described.layout),
-        described.layout.num_blocks,
-        sum(section.num_lanes for section in link.plan.sections),
-        lengths.min(initial=1 << 62) if len(lengths) else 0,
-        lengths.max(initial=0),
+        *(link.key, describe_place(described.layout), described.layout.num_blocks),
+        *(num_lanes, least, lengths.max(initial=0)),
         f"; tolerated differences: {tolerated}" if tolerated else "",
     )

@@ -364,10 +364,7 @@ class Preconnect:
             logger.warning(
                 "peers: %s:%d has not answered %d times and is asked no more; its first request "
                 "connects to it: %s",
-                host,
-                port,
-                channel.num_failures,
-                error,
+                *(host, port, channel.num_failures, error),
             )
             self._forget(channel)
             return

@@ -249,9 +249,8 @@ class Repeats:
 
 @dataclass(eq=False)
 class State:
-    """Whether an engine gets work. It is unhealthy until a check has passed. leaving: it goes when
-    nothing runs. suspected: a request lost its connection since the last check. doubted: it is to
-    be checked now."""
+    """Unhealthy until a check has passed. leaving: it goes when nothing runs. suspected: a request
+    lost its connection since the last check. doubted: it is to be checked now."""
 
     healthy: bool = False
     draining: bool = False
@@ -292,8 +291,7 @@ class State:
 
 @dataclass(eq=False)
 class Work:
-    """An engine's requests of this proxy. tokens: their weight. waiting: answers that wait for its
-    prompts. on_lost, on_drain: callbacks."""
+    """Requests at an engine. tokens: their weight. waiting: answers, for its prompts."""
 
     in_flight: int = 0
     tokens: int = 0
@@ -315,8 +313,6 @@ class Work:
 
 @dataclass(eq=False)
 class Engine:
-    """One vLLM server."""
-
     role: str
     idx: int
     url: str

@@ -107,8 +107,7 @@ class _Ready(dict[str, dict["Connection", None]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_taken = 0  # in this turn
-        self._turn_end, self._has_entered = 0.0, False
+        self._num_taken, self._turn_end, self._has_entered = 0, 0.0, False
 
     def note_entered(self) -> None:
         self._has_entered = True

@@ -63,12 +63,25 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 """Causes of delay for an engine's other answers."""
 
 
+class _Steps(NamedTuple):
+    """Expected seconds of an engine's step, of one with an answer more (slower), and of that with
+    recent prompts (pace). crowd: what the answer costs by these, in missed limits."""
+
+    step: float
+    slower: float
+    pace: float
+    crowd: float
+
+
 class _Costs:
-    """Expected seconds at one engine: backlog, prefill, step, a step with one answer more (slower),
-    the same with recent prompts (pace), for a whole answer (seconds), and until there is room for
-    the prompt and for the answer. busy: until a new answer may begin. late: answers made late, by
-    cause. prompt, answer: what each step costs there, in missed limits; crowd: what the answer does
-    by its steps."""
+    """Expected seconds at one engine: backlog, prefill, and until there is room for the prompt.
+    busy: until a new answer may begin. late: answers made late, by cause. prompt, answer: what each
+    costs there, in missed limits."""
+
+    __slots__ = (
+        *("answer", "backlog", "busy", "candidate", "late", "num_put_off", "prefill", "prompt"),
+        *("prompt_room", "steps"),
+    )
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
         load = candidate.load
@@ -78,24 +91,22 @@ class _Costs:
         self.candidate = candidate
         self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
         answers = load.answers
-        self.num_answers, context = len(answers), answers.context + answers.coming
+        num_answers, context = len(answers), answers.context + answers.coming
         num_planned, more = load.to_come(now) if load.planned else (0, 0)
-        num, context = self.num_answers + num_planned, context + more
-        self.step = speed.step_seconds(num, context)
-        self.slower = slower = speed.step_seconds(num + 1, context + tokens)
-        self.pace = pace = load.recent.pace(slower)
+        num, context = num_answers + num_planned, context + more
+        slower = speed.step_seconds(num + 1, context + tokens)
+        pace = load.recent.pace(slower)
         self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
-        self.room = room = load.room_seconds(tokens + length, pace)
+        room = load.room_seconds(tokens + length, pace)
         self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
         self.busy = self.backlog if self.backlog > room else room
-        self.seconds = pace * length
-        self.crowd, tpot = 0.0, load.shared.limits.tpot
+        crowd, tpot = 0.0, load.shared.limits.tpot
         if slower >= tpot > 0.0:  # all are late for as long as there is one too many
-            self.crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
-        delay = OTHERS_DELAY * seconds * self.num_answers
-        self.prompt = self.num_put_off + 1.0 + DELAY_WEIGHT * delay
+            crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
+        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, crowd)
+        self.prompt = self.num_put_off + 1.0 + DELAY_WEIGHT * OTHERS_DELAY * seconds * num_answers
         # A second without room counts as a missed limit.
-        self.answer = self.crowd + room + DELAY_WEIGHT * self.seconds
+        self.answer = crowd + room + DELAY_WEIGHT * pace * length
         self.late: dict[int, float] = {}
 
 
@@ -142,11 +153,11 @@ class Planner:
         _, _, source, at, in_time, first, late = best
         length, limits = max(self.shared.lengths.mean, 1.0), self.shared.limits
         is_late, is_local = 0.0 < limits.first < first, source is at
-        misses += source.num_put_off + 1.0 - in_time + at.crowd
-        per_token, tpot = (at.seconds + late) / length, limits.tpot
-        lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.slower > tpot * LONG_STEP)
+        misses += source.num_put_off + 1.0 - in_time + at.steps.crowd
+        per_token, tpot = at.steps.pace + late / length, limits.tpot
+        lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.steps.slower > tpot * LONG_STEP)
         turned = (one for one in options if (one[2] is one[3]) != is_local)
-        other = next(((one[5], (one[3].seconds + one[6]) / length) for one in turned), None)
+        other = next(((one[5], one[3].steps.pace + one[6] / length) for one in turned), None)
         return Way(source.candidate, at.candidate, first, per_token, misses, is_late, lost, other)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
@@ -187,7 +198,7 @@ class Planner:
     def _share_in_time(self, at: _Costs, late: float) -> float:
         """Share of answers in time of those whose second token comes *late* seconds later."""
         limit = self.shared.limits.tpot or 1e9
-        if (room := limit - at.pace) <= 0.0:
+        if (room := limit - at.steps.pace) <= 0.0:
             return 0.0
         sure = min(1.0, room / (MARGIN * limit))
         return sure * (1.0 - self.shared.lengths.ended(1.0 + late / room, 1)) if late else sure
@@ -202,9 +213,9 @@ class Planner:
         lengths, limit, backlog = self.shared.lengths, self.shared.limits.tpot, at.backlog
         answers, longer, place_of = at.candidate.load.answers, lengths.longer, places
         more = at.prefill if by & BY_PROMPT else 0.0
-        left = limit - at.step or 1e-12
-        new_left = limit - at.slower or 1e-12 if by & BY_ANSWER else left
-        stride = -(-at.num_answers // max_seen) or 1
+        left = limit - at.steps.step or 1e-12
+        new_left = limit - at.steps.slower or 1e-12 if by & BY_ANSWER else left
+        stride = -(-len(answers) // max_seen) or 1
         found, most, base = 0.0, most / stride, now + backlog + limit
         for answer in islice(answers, 0, None, stride) if stride > 1 else answers:
             if had := answer.tokens:

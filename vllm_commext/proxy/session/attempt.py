@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,7 @@ from vllm_commext.proxy.outcome import (
     STREAMED,
     TWO_STEP,
     AtOnce,
-    Cached,
     LocalPrefill,
-    Losses,
     ProxyError,
     Route,
     no_answer,
@@ -29,11 +27,10 @@ from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.response import Opened, is_dead
 from vllm_commext.proxy.session.transcript import Room
 from vllm_commext.proxy.session.two_step import Asked, decode_body
-from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Upstream
+from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Tries, Upstream
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-MAX_RESUMES = 4
 MAX_MOVES = 3
 """Streams that move at a time: the more read at once, the longer each pauses."""
 _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
@@ -176,40 +173,6 @@ def _close(decode: asyncio.Task[Opened]) -> None:
 
 
 @dataclass(eq=False)
-class Tries:
-    """Engines that have failed a request. num_failed: attempts at the answer's present part.
-    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
-    cached_tokens: at the first prefill engine."""
-
-    losses: Losses = field(default_factory=Losses)
-    prefill: list[Engine] = field(default_factory=list[Engine])
-    decode: list[Engine] = field(default_factory=list[Engine])
-    num_failed: int = 0
-    num_resumed: int = 0
-    answered_by: Engine | None = None
-    cached_tokens: Cached | None = None
-
-    def go_on_elsewhere(self) -> None:
-        self.num_resumed, self.num_failed = self.num_resumed + 1, 0
-
-    def may_begin_again(self, error: ProxyError, most: int) -> bool:
-        """Count an attempt that failed; True if another of *most* may follow, from the start."""
-        self.num_failed += 1
-        return self.num_failed < most and error.can_restart and error.side == DECODE
-
-    def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
-        self.decode += [one for one in engines if one.name == error.engine]
-
-    @property
-    def may_go_on(self) -> bool:
-        return self.num_resumed < MAX_RESUMES
-
-    @property
-    def is_again(self) -> bool:
-        return bool(self.num_failed or self.num_resumed)
-
-
-@dataclass(eq=False)
 class Attempt:
     """route: how the answer comes about."""
 
@@ -295,7 +258,7 @@ class Attempt:
             return None
         if prefilled.job is not None:
             if opened.answer is not None:
-                opened.answer.source = prefilled.job
+                opened.answer.read_from(prefilled.job)
             else:
                 prefilled.job.read()
         return max(0.0, opened.opened_at - self._prefilled_at)
@@ -337,10 +300,9 @@ class Attempt:
         self, body: Mapping[str, Any], edit: Callable[[bytes], bytes | None] | None = None
     ) -> Payload:
         asked = self._asked
-        losses = self._tries.losses
         return Payload(
-            *(asked.path, asked.headers, body, asked.tokens, asked.prefix, losses),
-            *(self.plan, asked.only, self._tries.is_again, self.route.marks, edit),
+            *(asked.path, asked.headers, body, asked.tokens, asked.prefix, self._tries),
+            *(self.plan, asked.only, self.route.marks, edit),
         )
 
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:

@@ -132,7 +132,6 @@ class Relay:
         except ProxyError as failure:
             return Lost(failure)
         except LeftError:
-            opened.first = b""
             return Left()
         except ClientStalledError as error:
             cut(self._request)
@@ -160,7 +159,7 @@ class Relay:
         cached_tokens = opened.cached_tokens
         on_gap, transcript = self._gaps.labels(opened.engine.name).observe, self._transcript
         await response.prepare(self._request)
-        ready, held, is_open = opened.first, b"", True
+        ready, held, is_open = opened.take(), b"", True
         arrived = watch.since
         while is_open or ready or held:
             if transcript is not None:
@@ -220,7 +219,7 @@ class Relay:
                 break
             opened.note(piece, time.monotonic())
             unread = opened.cutter.feed(piece)
-            opened.first += unread
+            opened.keep(unread)
         return Resume.FAILED
 
     async def end_broken(self, opened: Opened, failure: ProxyError) -> None:

@@ -349,6 +349,13 @@ class Opened:
     answer: Answer | None = None
     cached_tokens: Cached | None = None
 
+    def take(self) -> bytes:
+        first, self.first = self.first, b""
+        return first
+
+    def keep(self, events: bytes) -> None:
+        self.first += events
+
     def note(self, piece: bytes, now: float) -> None:
         """Count the tokens of a piece of the stream."""
         if self.answer is not None and (tokens := num_tokens(piece)):

@@ -45,9 +45,8 @@ class Session:
             *(request, intake.body, headers),
             *(service.config.min_prompt_tokens, service.config.affinity),
         )
-        asked.only = None if asked.endpoint.is_split else service.keeper(asked.body)
         outcome.prompt_tokens = asked.tokens
-        asked.follow(service.room)
+        asked.follow(service.room, None if asked.endpoint.is_split else service.keeper(asked.body))
         self._tries = Tries()
         self._attempt: Attempt  # the latest
         self._opened: Opened | None = None
@@ -128,8 +127,8 @@ class Session:
         try:
             is_whole = await self._send_all(relay, opened)
         finally:
-            outcome.is_answered = relay.has_sent_end
             if relay.has_sent_end and self._opened is not None:
+                outcome.end_well()
                 self._note_end(self._opened)
             await self._stay()
         if is_whole and opened.response.status < 400:

@@ -246,7 +246,7 @@ class Asked:
     ) -> None:
         self.path, self.headers = request.path, headers
         self._body = body = checked_body(body)
-        self.endpoint = endpoint = ENDPOINTS[request.path]
+        endpoint = self.endpoint
         tokens = prompt_tokens(body)
         self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
         self.prefix = NO_PREFIX
@@ -255,8 +255,9 @@ class Asked:
             session = session_of(body, request.headers.get(SESSION_HEADER))
             self.prefix = prefix_of(body, endpoint, session, tokens)
 
-    def follow(self, room: Room | None) -> None:
+    def follow(self, room: Room | None, only: Engine | None) -> None:
         """Begin a transcript in *room*, if the stream can go on elsewhere."""
+        self.only = only
         if room is None:
             return
         self.refusal = refusal(self.endpoint, self._body, self.local_reason)
@@ -264,6 +265,10 @@ class Asked:
             transcript = Transcript(room, self._body, 0)
             self.refusal = transcript.refusal
             self.transcript = transcript if self.refusal is None else None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return ENDPOINTS[self.path]
 
     @property
     def body(self) -> Mapping[str, Any]:

@@ -24,9 +24,9 @@ from prometheus_client import Counter
 
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
 from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
+from vllm_commext.proxy.engines.pool import DECODE, NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
 from vllm_commext.proxy.http.body import encode
-from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import (
     DECODE_ANSWERS,
     DECODE_ASKED,
@@ -56,6 +56,7 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
 KEY_BYTES = 16
+MAX_RESUMES = 4
 MAX_KEYS = 256
 GATHER_SECONDS = 0.02
 """Between two requests to one engine."""
@@ -148,25 +149,58 @@ class Prefilled:
 
 
 @dataclass(eq=False)
+class Tries:
+    """Engines that have failed a request. num_failed: attempts at the answer's present part.
+    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
+    cached_tokens: at the first prefill engine."""
+
+    losses: Losses = field(default_factory=Losses)
+    prefill: list[Engine] = field(default_factory=list[Engine])
+    decode: list[Engine] = field(default_factory=list[Engine])
+    num_failed: int = 0
+    num_resumed: int = 0
+    answered_by: Engine | None = None
+    cached_tokens: Cached | None = None
+
+    def go_on_elsewhere(self) -> None:
+        self.num_resumed, self.num_failed = self.num_resumed + 1, 0
+
+    def may_begin_again(self, error: ProxyError, most: int) -> bool:
+        """Count an attempt that failed; True if another of *most* may follow, from the start."""
+        self.num_failed += 1
+        return self.num_failed < most and error.can_restart and error.side == DECODE
+
+    def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
+        self.decode += [one for one in engines if one.name == error.engine]
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.num_resumed < MAX_RESUMES
+
+    @property
+    def is_again(self) -> bool:
+        return bool(self.num_failed or self.num_resumed)
+
+
+@dataclass(eq=False)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. only: the one engine that can
-    answer. is_again: its prompt has been computed before. edit: removes from its first events what
-    the client has not asked for."""
+    answer. edit: removes from its first events what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     tokens: int = 0
     prefix: Prefix = NO_PREFIX
-    losses: Losses = field(default_factory=Losses)
+    tries: Tries = field(default_factory=Tries)
     plan: Plan | None = None
     only: Engine | None = None
-    is_again: bool = False
     marks: list[Mark] = field(default_factory=list[Mark])
     edit: Callable[[bytes], bytes | None] | None = None
 
-    def __post_init__(self) -> None:
-        self.endpoint = ENDPOINTS[self.path]
+    @property
+    def endpoint(self) -> Endpoint:
+        return ENDPOINTS[self.path]
 
     def mark(self, what: str, engine: Engine) -> None:
         self.marks.append((time.monotonic(), what, engine.name))
@@ -264,7 +298,7 @@ class Upstream:
                     if not isinstance(error, ProxyError) or error.status >= 500:
                         self.releases.add(key)  # it may have ended well all the same
                     if isinstance(error, ProxyError) and await outlives(error):
-                        error.can_retry = False
+                        error.be_final()
                     raise
             return Prefilled(engine, params, key, job, cached)
 
@@ -365,7 +399,7 @@ class Upstream:
         chosen: tuple[Engine, int] | None = None
         if planned is not None and planned.usable and planned not in tried:
             chosen = planned, planned.memory.held_tokens(payload.prefix)
-        has_lost = bool(payload.losses.engines)
+        has_lost = bool(payload.tries.losses.engines)
         while True:
             chosen = chosen or pool.choose([*tried, *others], payload.prefix)
             is_known = chosen is not None and not (has_lost and chosen[0].state.suspected)
@@ -384,13 +418,13 @@ class Upstream:
     ) -> AsyncIterator[None]:
         """A turn of *engine* to compute a prompt; that of one which is repeated ends with it."""
         has_turns = payload.computes and self._orders(engine)
-        is_repeated = payload.computes and payload.is_again
+        is_repeated = payload.computes and payload.tries.is_again
         tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
         try:
             if has_turns or is_repeated:
                 with (
                     engine.work.counted(tokens),
-                    failures_of(engine, seconds, payload.losses, side),
+                    failures_of(engine, seconds, payload.tries.losses, side),
                     Deadline(seconds, engine.work.on_lost),
                 ):
                     taken = await engine.repeats.take(tokens) if is_repeated else 0
@@ -414,7 +448,7 @@ class Upstream:
         with (
             engine.work.counted(payload.tokens - held),
             self._computing(engine, payload, held) as job,
-            failures_of(engine, seconds, payload.losses, PREFILL),
+            failures_of(engine, seconds, payload.tries.losses, PREFILL),
             Deadline(seconds, engine.work.on_lost),
         ):
             payload.mark(PREFILL_ASKED, engine)
@@ -448,7 +482,10 @@ class Upstream:
                         one.end(now, False)
 
             work.callback(forget)
-            with failures_of(engine, seconds, payload.losses), Deadline(bound, engine.work.on_lost):
+            with (
+                failures_of(engine, seconds, payload.tries.losses),
+                Deadline(bound, engine.work.on_lost),
+            ):
                 payload.mark(DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
                 payload.mark(DECODE_ANSWERS, engine)

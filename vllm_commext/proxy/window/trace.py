@@ -41,7 +41,8 @@ class Trace:
     def __init__(self, provider: TracerProvider, processor: SpanProcessor) -> None:
         self._sampler, self._resource = provider.sampler, provider.resource
         self._processor = processor
-        self._ended = deque[tuple[Outcome, str, float]](maxlen=MOST_KEPT)
+        self._begun: dict[Outcome, Traced] = {}
+        self._ended = deque[tuple[Outcome, Traced, str, float]](maxlen=MOST_KEPT)
         self._closes = Event()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -58,14 +59,14 @@ class Trace:
             decision = self._sampler.should_sample(None, trace_id, "request").decision
             flags = _SAMPLED if decision.is_sampled() else _NOT_SAMPLED
         own = SpanContext(trace_id, random.getrandbits(64) or 1, False, flags)
-        outcome.trace = Traced(own, parent)
+        self._begun[outcome] = Traced(own, parent)
         headers["traceparent"] = f"00-{trace_id:032x}-{own.span_id:016x}-{flags:02x}"
 
     def end(self, outcome: Outcome, path: str) -> None:
         """Note a request that has ended."""
-        traced = outcome.trace
-        if isinstance(traced, Traced) and traced.own.trace_flags.sampled:
-            self._ended.append((outcome, path, time.monotonic()))
+        traced = self._begun.pop(outcome, None)
+        if traced is not None and traced.own.trace_flags.sampled:
+            self._ended.append((outcome, traced, path, time.monotonic()))
 
     def _run(self) -> None:
         while not self._closes.wait(LOOK_SECONDS):
@@ -78,9 +79,8 @@ class Trace:
             while True:
                 self._make(*self._ended.popleft())
 
-    def _make(self, outcome: Outcome, path: str, now: float) -> None:
-        traced, zero = outcome.trace, time.time_ns() - time.monotonic_ns()
-        assert isinstance(traced, Traced)
+    def _make(self, outcome: Outcome, traced: Traced, path: str, now: float) -> None:
+        zero = time.time_ns() - time.monotonic_ns()
 
         def hand_on(
             name: str, began: float, ended: float, told: Mapping[str, str | int], **others: Any
