@@ -200,7 +200,7 @@ def test_pick_takes_a_least_loaded_healthy_engine(
 
 
 def test_two_failed_checks_in_a_row_make_an_engine_unhealthy() -> None:
-    engine = Engine("prefill", 0, "http://h:1")
+    engine = Engine("prefill", "prefill0", "http://h:1")
     assert not engine.state.healthy
     for _ in range(2):
         engine.state.pass_check()

@@ -56,7 +56,7 @@ class Story:
         if step == "client goes":
             raise ClientGoneError
         self.num_opened += 1
-        engine = Engine("decode", 0, "http://d")
+        engine = Engine("decode", "decode0", "http://d")
         return SimpleNamespace(
             engine=engine, response=SimpleNamespace(status=200), opened_at=0.0, answer=None,
             cutter=None if step == "no stream" else object(), close=self._close,

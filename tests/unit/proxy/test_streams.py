@@ -97,7 +97,7 @@ async def running(kit: Any, **options: Any) -> AsyncIterator[Any]:
 
 def streaming_engine() -> Engine:
     rank = Rank("0", SideChannel(*CHANNEL), streams=True)
-    return Engine("prefill", 0, "http://p", capabilities=Capabilities((rank,), is_known=True))
+    return Engine("prefill", "p", "http://p", capabilities=Capabilities((rank,), is_known=True))
 
 
 async def test_both_engines_are_asked_at_once_from_the_first_request_on(kit: Any) -> None:

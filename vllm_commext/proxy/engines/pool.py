@@ -314,7 +314,7 @@ class Work:
 @dataclass(eq=False)
 class Engine:
     role: str
-    idx: int
+    name: str
     url: str
     memory: Memory = field(default_factory=lambda: Memory(0))
     capabilities: Capabilities = UNKNOWN
@@ -324,10 +324,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.turns, self.repeats = Turns(self.load), Repeats()
-
-    @property
-    def name(self) -> str:
-        return f"{'engine' if self.role == BOTH else self.role}{self.idx}"
 
     @property
     def usable(self) -> bool:
@@ -396,12 +392,12 @@ class EnginePool:
 
     def add(self, url: str, role: str = "") -> Engine:
         role = role or self.role
-        taken = {engine.idx for engine in self.engines if engine.role == role}
-        idx = len(taken)
-        if idx in taken:
-            idx = next(idx for idx in range(len(taken)) if idx not in taken)
+        taken = {engine.name for engine in self.engines if engine.role == role}
+        kind, num = "engine" if role == BOTH else role, len(taken)
+        names = (f"{kind}{idx}" for idx in (num, *range(num)))
+        name = next(one for one in names if one not in taken)
         memory, load = Memory(self._affinity_tokens), EngineLoad(self._speeds)
-        engine = Engine(role, idx, url, memory=memory, load=load)
+        engine = Engine(role, name, url, memory=memory, load=load)
         self.join(engine)
         return engine
 
