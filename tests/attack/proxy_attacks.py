@@ -37,13 +37,15 @@ def _brackets(victim: Victim) -> None:
     _large_bodies(victim, [*prompts, b'{"prompt": "' + b'\\"' * (size // 2), b"{" + b" " * size])
 
 
-def _many(victim: Victim, number: int, data: bytes, seconds: float, more: bytes = b"") -> None:
+def _many(
+    victim: Victim, number: int, data: bytes, seconds: float, more: bytes = b"", *host: str
+) -> None:
     """So many connections that send *data*, then *more* again and again, and read nothing."""
     attackers: list[socket.socket] = []
     end = time.monotonic() + seconds
     for _ in range(number):
         with suppress(OSError):
-            attacker = connected(victim)
+            attacker = connected(victim, *host)
             attackers.append(attacker)
             attacker.sendall(data)
             attacker.setblocking(False)

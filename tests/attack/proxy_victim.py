@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.attack.judge import Victim, soft_limit
 from tests.kit.ports import LOOPBACK, free_port
-from tests.kit.servers import ProxyServer, Server
+from tests.kit.servers import UNVERIFIED, ProxyServer, Server
 from tests.unit.proxy.conftest import Call, EngineServer, decode_ok, hanging, prefill_ok
 
 BOUND_SECONDS = 30.0
@@ -57,6 +58,7 @@ class ProxyVictim:
 
     proxy: ProxyServer
     engines: Sequence[Server]
+    connect: ClassVar[Callable[..., http.client.HTTPConnection]] = http.client.HTTPConnection
 
     @property
     def port(self) -> int:
@@ -72,7 +74,7 @@ class ProxyVictim:
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """An answer of status 200, on a connection of its own."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=BOUND_SECONDS)
+        connection = type(self).connect(LOOPBACK, self.port, timeout=BOUND_SECONDS)
         with closing(connection):
             connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -107,6 +109,12 @@ class LiveVictim(ProxyVictim):
 
     def honest(self) -> None:
         self.ask("GET", "/live")
+
+
+class TlsVictim(ProxyVictim):
+    """A proxy that speaks TLS alone."""
+
+    connect = partial(http.client.HTTPSConnection, context=UNVERIFIED)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tests.attack.proxy_victim import (
     LiveVictim,
     ProxyVictim,
     StreamVictim,
+    TlsVictim,
     before,
     connected,
     posted,
     proxy,
 )
 from tests.kit.ports import LOOPBACK
+from tests.unit.proxy.test_proxy_access import certificate
 from vllm_commext.proxy.server import raise_limit
 
 SECONDS = 6.0
@@ -35,9 +38,9 @@ PROMPT_BYTES = 200_000  # for which a stand-in engine computes 50 ms
 _LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
-def _again_and_again(victim: Victim, data: bytes) -> None:
-    """Send *data* on three connections for a while, on each when it was answered."""
-    ones = [connected(victim, OTHER) for _ in range(3)]
+def _again_and_again(victim: Victim, data: bytes, number: int = 3) -> None:
+    """Send *data* on so many connections for a while, on each when it was answered."""
+    ones = [connected(victim, OTHER) for _ in range(number)]
     for one in ones:
         one.sendall(data)
     end = time.monotonic() + SECONDS
@@ -60,6 +63,17 @@ def _preflights(victim: Victim) -> None:
             with suppress(OSError):
                 one.sendall(asked)
                 one.recv(1 << 14)
+
+
+def _handshakes(victim: Victim) -> None:
+    """Beginnings of TLS handshakes, more than one address may have connections."""
+    raise_limit()
+    ones: list[socket.socket] = []
+    for _ in range(6000):
+        with suppress(OSError):
+            ones.append(connected(victim, OTHER))
+            ones[-1].sendall(_HELLO)
+    time.sleep(SECONDS / 2)
 
 
 def _objects(victim: Victim) -> None:
@@ -175,6 +189,26 @@ def by_a_file(folder: Path) -> Iterator[FileVictim]:
         yield FileVictim(victim.proxy, victim.engines, path)
 
 
+@contextmanager
+def in_order(folder: Path) -> Iterator[ProxyVictim]:
+    """A proxy that sends short prompts first, and knows by long ones how fast its engine is."""
+    with proxy(folder, "--prompt-order", "shortest", prefill="computing") as victim:
+        for _ in range(20):
+            victim.ask("POST", "/v1/completions", b'{"prompt": "%s"}' % (b"x" * PROMPT_BYTES))
+        yield victim
+
+
+@contextmanager
+def by_tls(folder: Path) -> Iterator[ProxyVictim]:
+    options = zip(("--tls-cert-file", "--tls-key-file"), map(str, certificate(folder)), strict=True)
+    with proxy(folder, *chain.from_iterable(options), kind=TlsVictim) as victim:
+        yield victim
+
+
+_HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300)
+"""The first part of a TLS client's first message."""
+_TOOL = {"type": "function", "function": {"name": "f", "description": "x" * PROMPT_BYTES}}
+_TOOLS = posted({"messages": [], "tools": [_TOOL], "max_tokens": 3}, "/v1/chat/completions")
 _FLOOD = posted({"prompt": "flood", "stream": True})
 _GIVEN_UP, _FAILING = (posted({"prompt": one, "max_tokens": 3}) for one in ("abort", "fail"))
 _CUTTING = {"prefill": "computing", "decode": ["cutting", "cutting"]}
@@ -187,9 +221,11 @@ ATTACKS = (
     Attack("connections", proxy, _connections, 30.0),
     Attack("instant", before(kind=LiveVictim), _instant, 30.0),
     Attack("engines", by_a_file, _engines),
-    Attack("unread_streams", _before_floods, held((100, _FLOOD, SECONDS))),
+    Attack("unread_streams", _before_floods, held((100, _FLOOD, SECONDS, b"", OTHER))),
     Attack("given_up", before(decode=["moody"]), partial(_again_and_again, data=_GIVEN_UP)),
     Attack("failing", before(decode=["moody"]), partial(_again_and_again, data=_FAILING)),
+    Attack("tools", in_order, partial(_again_and_again, data=_TOOLS, number=5), by_median=True),
+    Attack("handshakes", by_tls, _handshakes, 30.0),
     Attack("lost_streams", before("--no-affinity", **_CUTTING), _lost_streams),
     Attack("white_space", before(kind=StreamVictim, **_CUTTING), _white_space, 30.0),
 )
