@@ -86,7 +86,6 @@ MOVED = (
     *("a chat", "a chat with token ids", "a chat with tools"),
 )
 ALWAYS = ("token ids", "a seed", "a chat with token ids")
-"""What is asked for unless long tests run."""
 
 
 @dataclass

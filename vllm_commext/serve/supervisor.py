@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
+from vllm_commext.drain import HEADER
 from vllm_commext.errors import CommextError
 from vllm_commext.serve.child import STAGES, Child
 from vllm_commext.serve.plan import ENDING, Command
@@ -146,10 +147,8 @@ class Supervisor:
     async def _check(self, session: aiohttp.ClientSession) -> None:
         while True:
             names = [member for member in self.members if member.child is not None]
-            found = await asyncio.gather(*(_answers(session, one.command) for one in names))
-            self._answers |= {
-                one.command.name: is_well for one, is_well in zip(names, found, strict=True)
-            }
+            found = await asyncio.gather(*(is_there(session, one.command.url) for one in names))
+            self._answers |= zip((one.command.name for one in names), found, strict=True)
             is_new = not all(member.is_ready for member in names)
             await asyncio.sleep(LOOK_SECONDS if is_new else CHECK_SECONDS)
 
@@ -183,10 +182,10 @@ class Supervisor:
             child.kill()
 
 
-async def _answers(session: aiohttp.ClientSession, command: Command) -> bool:
+async def is_there(session: aiohttp.ClientSession, url: str) -> bool:
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
     try:
-        async with session.get(f"{command.url}/health", timeout=timeout) as answer:
-            return answer.status == 200
+        async with session.get(f"{url}/health", timeout=timeout) as answer:
+            return answer.status == 200 or HEADER in answer.headers
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False

@@ -86,7 +86,6 @@ async def prefill_ok(call: Call) -> None:
 
 
 async def both_ok(call: Call) -> None:
-    """Take whichever step is asked for."""
     params = call.body.get("kv_transfer_params") or {}
     await (prefill_ok if params.get("do_remote_decode") else decode_ok)(call)
 
@@ -111,7 +110,6 @@ async def decode_ok(call: Call) -> None:
 
 
 def held(release: asyncio.Event, then: Behaviour = decode_ok) -> Behaviour:
-    """Answer once it is let go."""
 
     async def behave(call: Call) -> None:
         await release.wait()
@@ -195,7 +193,6 @@ class EngineServer:
 
     @property
     def page(self) -> str:
-        """Its metrics: what it can."""
         host, port, seal = self.channel or ("127.0.0.1", self.port, "ab")
         flags = f'streams="{self.streams:d}",reuse="1",releases="{self.keys:d}"'
         place = f'host="{host}",port="{port}",seal="{seal}"'
@@ -311,7 +308,6 @@ class Cluster:
         return response
 
     async def get(self, path: str, **kwargs: Any) -> Any:
-        """The whole answer, as of `ask`."""
         async with self.session.get(self.url + path, **kwargs) as response:
             await response.read()
         return response

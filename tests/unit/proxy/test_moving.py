@@ -30,8 +30,6 @@ def event(engine: int, path: str, tokens: Sequence[tuple[int, str]], end: str | 
 
 
 class Told:
-    """What a client has got of a stream."""
-
     def __init__(self, raw: bytes) -> None:
         self.text, _, self.names, _ = test_resume.told(raw)
         events = test_resume.contents(raw)

@@ -23,23 +23,18 @@ BOUND_SECONDS = 60.0
 
 
 class Proxy:
-    """One process before two engines."""
-
     def __init__(self, process: asyncio.subprocess.Process, prefill: Any, decode: Any) -> None:
         self.process, self.prefill, self.decode = process, prefill, decode
         self.url = ""
 
     async def line(self) -> str:
-        """The next one that it prints."""
         assert self.process.stdout is not None
         return (await asyncio.wait_for(self.process.stdout.readline(), BOUND_SECONDS)).decode()[:-1]
 
     async def ended(self) -> int:
-        """Its exit status, once it has one."""
         return await asyncio.wait_for(self.process.wait(), BOUND_SECONDS)
 
     async def is_up(self) -> None:
-        """Read until it listens."""
         assert await self.line() == f"prefill0 {self.prefill.url} healthy"
         assert await self.line() == f"decode0 {self.decode.url} healthy"
         self.url = (await self.line()).removeprefix("listening on ")
@@ -153,7 +148,6 @@ async def test_a_taken_port_ends_with_status_2_and_says_what_to_do(kit: Any) -> 
 
 
 async def test_two_proxies_share_a_port(kit: Any) -> None:
-    """One goes on where the other one ends."""
     import aiohttp
 
     async with (

@@ -25,8 +25,6 @@ PATHS = ("/v1/completions", "/v1/responses", "/v1/models", "/live", "/metrics", 
 
 
 class Stranger:
-    """A bare connection to the proxy."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
@@ -102,7 +100,6 @@ TOO_MANY = [{"max_connections": 6}, {"max_connections_per_peer": 6}, {"max_conne
     ids=["quotes", "brackets", "escapes", "slashes", "objects", "spaces", "members", "ids"],
 )
 def test_no_step_looks_at_more_than_a_window(raw: bytes) -> None:
-    """However the text is made, others run as often."""
     assert run(members_of(bytearray(raw)))[1] >= len(raw) // body_module.WINDOW_BYTES
 
 
@@ -234,7 +231,6 @@ async def test_a_slow_body_that_keeps_the_rate_may_take_its_time(kit: Any) -> No
 
 
 async def is_live(cluster: Any) -> bool:
-    """Whether a new connection is served."""
     asked = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     return (await (await Stranger.of(cluster, asked)).answer())[0] == 200
 

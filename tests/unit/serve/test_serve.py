@@ -1,5 +1,6 @@
 """`vllm-commext serve` before it starts anything: commands, refusals, and what logs say."""
 
+import asyncio
 import itertools
 import json
 import shlex
@@ -8,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, web
 
+from vllm_commext import drain
 from vllm_commext.cli import shapes
 from vllm_commext.cli.main import main
 from vllm_commext.errors import ConfigError
-from vllm_commext.serve import checks, plan
+from vllm_commext.serve import checks, plan, supervisor
 from vllm_commext.serve.child import STAGES, cause_of, stage_of
 from vllm_commext.serve.plan import Request
 
@@ -150,6 +153,21 @@ def test_the_cause_of_an_end_is_the_error_that_others_follow(lines: list[str], c
     found = cause_of(lines)
     assert found.startswith(cause)
     assert bool(found) == bool(cause)
+
+
+def test_an_engine_that_drains_does_not_count_as_one_that_hangs() -> None:
+    async def is_there(headers: dict[str, str]) -> bool:
+        async def health(_: web.BaseRequest) -> web.Response:
+            return web.Response(status=503, headers=headers)
+
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(web.Server(health), "127.0.0.1", 0)
+        async with server, ClientSession() as session:
+            url = "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+            return await supervisor.is_there(session, url)
+
+    assert asyncio.run(is_there({drain.HEADER: "1"}))
+    assert not asyncio.run(is_there({}))
 
 
 def test_stages_come_in_order() -> None:

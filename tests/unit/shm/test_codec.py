@@ -20,7 +20,6 @@ def decoded(record: Any) -> Any:
 
 
 def travel(obj: object, encoder: Encoder | None = None) -> tuple[Any, int]:
-    """What arrives, and in how many parts."""
     record = (encoder or Encoder()).encode(obj)
     return decoded(record), 1 if isinstance(record, bytes) else len(record)
 

@@ -333,8 +333,6 @@ def step(n: int, begin: int = 0) -> Any:
 
 
 class Link:
-    """A writer's side and a reader's."""
-
     def __init__(self) -> None:
         self.encoder, self.decoder = Encoder(CLASSES), Decoder(CLASSES)
 
