@@ -77,9 +77,9 @@ long: env ## Tests that `make test` has no time for, property tests with more ex
 	COMMEXT_TEST_LONG=1 $(PYTEST) $(NEIGHBOURS) tests/unit tests/contract -m "long or hypothesis" $(PYTEST_ARGS)
 	COMMEXT_TEST_LONG=1 COMMEXT_TEST_FORK=0 $(PYTEST) tests/cpu -m long $(PYTEST_ARGS)
 
-nightly: env ## Everything that runs here and takes hours: the demo, long, chaos, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
+nightly: env ## Everything that runs here and takes hours: the demo, long, chaos, attack, fuzz, mutants, other vLLMs, stress, sanitizers, wheels
 	$(MAKE) demo
-	$(MAKE) long chaos fuzz mutants test-matrix mixed rolling stress-shm sanitize wheels
+	$(MAKE) long chaos attack fuzz mutants test-matrix mixed rolling stress-shm sanitize wheels
 	if command -v qemu-aarch64 > /dev/null; then $(MAKE) qemu; else echo "make qemu left out: no qemu-aarch64"; fi
 
 bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build/bench
