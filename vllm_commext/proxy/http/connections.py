@@ -48,7 +48,7 @@ _BEGINNING_BYTES = 16 << 10
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
 _STARTS = 2
 """Most requests that begin between two looks at all connections."""
-_ENTRY_SECONDS = 0.005
+_ENTRY_SECONDS = 0.02
 """uvloop takes one new connection a look. While they come, none begins for so long."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = (
@@ -107,10 +107,10 @@ class _Ready(dict[str, dict["Connection", None]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_taken, self._turn_end, self._has_entered = 0, 0.0, False
+        self._num_taken, self._turn_end, self._num_looks = 0, 0.0, 0
 
     def note_entered(self) -> None:
-        self._has_entered = True
+        self._num_looks = 2  # the next one may come before that of a connection that waits
 
     def take_up(self, one: "Connection") -> None:
         """Begin a request: at once, or in its client's turn where many come at once."""
@@ -125,8 +125,8 @@ class _Ready(dict[str, dict["Connection", None]]):
             self.setdefault(one.peer, {})[one] = None
 
     def _next_turn(self) -> None:
-        if self._has_entered and time.perf_counter() < self._turn_end:
-            self._has_entered = False
+        if self._num_looks and time.perf_counter() < self._turn_end:
+            self._num_looks -= 1
             asyncio.get_running_loop().call_soon(self._next_turn)
             return
         self._num_taken = 0
