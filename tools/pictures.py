@@ -159,7 +159,7 @@ def added_latency() -> Svg:
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, prompt of {int(tokens):,}", bars))
     names = ("vLLM's NixlConnector", "vllm_commext, sequentially", "vllm_commext, its proxy")
-    return grouped("Milliseconds more than one server; lines: rounds", names, groups, 240, "")
+    return grouped("Extra ms beside one server; lines: range of rounds", names, groups, 240, "")
 
 
 def kill_and_drain() -> Svg:
