@@ -69,7 +69,7 @@ def attributes(package: str) -> int:
 
 
 def writers(package: str) -> int:
-    """Most files that write one attribute. Its class is told by its name: one of the same file, or
+    """Most files that write one attribute. Its class is found by its name: one of the same file, or
     else the one that fewest write."""
     classes, strangers = _classes(package), dict[str, set[Path]]()
     for path in _code(package.replace(".", "/")):

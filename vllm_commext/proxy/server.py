@@ -98,7 +98,7 @@ class Requests:
 
 
 class Ledger:
-    """What is told of requests: counts, the window, spans, the access log."""
+    """Reports requests to the metrics, the window, the trace and the access log."""
 
     def __init__(self, config: ProxyConfig, limits: Limits, registry: Registry) -> None:
         self._config, self.metrics = config, ProxyMetrics(registry.pools)
