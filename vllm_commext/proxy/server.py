@@ -25,15 +25,8 @@ from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, rea
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, read_places
 from vllm_commext.proxy.engines.health import HealthMonitor
-from vllm_commext.proxy.http.access import (
-    ApiKeys,
-    BodyBudget,
-    Intake,
-    Preflights,
-    answer_errors,
-    hide_software,
-    log_access,
-)
+from vllm_commext.proxy.http import access
+from vllm_commext.proxy.http.body import BodyBudget, Intake
 from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
@@ -119,7 +112,7 @@ class Ledger:
         if self.trace is not None:
             self.trace.end(outcome, request.path)
         if self._config.access_log:
-            log_access(request, outcome)
+            access.log_access(request, outcome)
 
 
 class ProxyApp:
@@ -137,10 +130,10 @@ class ProxyApp:
 
     def build(self) -> web.Application:
         keys = self.config.api_key_file
-        guards = [answer_errors, *([ApiKeys(keys).check] if keys else ())]
+        guards = [access.answer_errors, *([access.ApiKeys(keys).check] if keys else ())]
         app = web.Application(middlewares=guards, client_max_size=self.config.max_body_bytes)
         app.cleanup_ctx.append(self._resources)
-        app.on_response_prepare.append(hide_software)
+        app.on_response_prepare.append(access.hide_software)
         for path in ENDPOINTS:
             app.router.add_post(path, self.generate)
         for path in _FETCHED:
@@ -159,7 +152,7 @@ class ProxyApp:
             prefill, decode = self.registry.pools
             upstream = Upstream(session, self.config, prefill, decode, self.ledger.metrics)
             self._service = Service(upstream, chooser)
-            self._preflights = Preflights(upstream.ask_any)
+            self._preflights = access.Preflights(upstream.ask_any)
             await self._sources.look()
             monitor = HealthMonitor(session, self.config, lambda: is_shown or chooser.is_adaptive)
             async with monitor.running(self.registry.engines):
@@ -285,7 +278,7 @@ def check(config: ProxyConfig) -> None:
         if path:
             read_secret(path)
     if config.api_key_file:
-        ApiKeys(config.api_key_file)
+        access.ApiKeys(config.api_key_file)
     server_tls(config)
     engine_tls(config)
 

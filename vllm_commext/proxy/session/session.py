@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.http.access import Intake
+from vllm_commext.proxy.http.body import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.attempt import Attempt, Service, Tries
 from vllm_commext.proxy.session.relay import Ended, Leaving, Left, Relay, response_to
