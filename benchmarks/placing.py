@@ -9,9 +9,10 @@ import time
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE
 from vllm_commext.proxy.engines.choice import Chooser
-from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, EnginePool, Prefix
-from vllm_commext.proxy.policy.load import EngineLoad, Waiting
+from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, ROLES, EnginePool, Prefix
+from vllm_commext.proxy.policy.load import EngineLoad
 from vllm_commext.proxy.policy.placement import Planner
+from vllm_commext.proxy.policy.queue import Waiting
 
 LIMITS = Limits(0.015, 1.0)
 PROMPT_TOKENS, NUM_ANSWERS = 4000, 8
@@ -37,7 +38,7 @@ def measure(num_engines: int, num_requests: int, most_waiting: int) -> list[floa
     """Seconds of each placement, the shortest first: before each, an answer of some engine ends,
     another one begins, and the engine's others get a token."""
     planner, now = Planner(LIMITS), time.monotonic()
-    pools = {role: EnginePool(role, 1 << 20, planner.shared) for role in (PREFILL, DECODE)}
+    pools = {role: EnginePool(role, 1 << 20, lambda: EngineLoad(planner.shared)) for role in ROLES}
     for idx in range(num_engines):
         engine = pools[DECODE].add(f"http://127.0.0.1:{idx}", BOTH)
         pools[PREFILL].join(engine)

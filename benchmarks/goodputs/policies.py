@@ -7,9 +7,10 @@ from typing import cast
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import num_compared
-from vllm_commext.proxy.engines.pool import LEAD_SECONDS, REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned, Waiting
+from vllm_commext.proxy.engines.pool import REQUEST_TOKENS
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
+from vllm_commext.proxy.policy.queue import LEAD_SECONDS, Waiting
 
 
 class Silent:
@@ -156,8 +157,7 @@ class Adaptive:
             placed = Way(least, least)
         self.num_placed += 1
         self.num_local += placed.is_local
-        held = min(placed.prefill.held_tokens, tokens - 1)
-        load = placed.prefill.load
+        held, load = min(placed.prefill.held_tokens, tokens - 1), placed.prefill.load
         seconds = load.speed.prefill_seconds(tokens - held, held, False)
         waiting = Waiting(now, seconds, placed.is_lost)
         load.queue.add(waiting)
@@ -181,8 +181,7 @@ class Adaptive:
         """As the proxy does: without an order all are sent at once."""
         load = self.loads[engine]
         if self.is_ordered and load.speed.is_known:
-            reach = load.speed.prefill_seconds(0, 0, True)
-            left = load.backlog(now) - LEAD_SECONDS - reach
+            left = load.backlog(now) - LEAD_SECONDS - load.speed.prefill_seconds(0, 0, True)
             if left > 0.0:
                 return None, max(left, LEAD_SECONDS / 10)
             among = {one.note.waiting: one for one in waiting}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Waiting
+from vllm_commext.proxy.policy.load import Answer, EngineLoad
 from vllm_commext.proxy.policy.placement import (
     BY_ANSWER,
     BY_BOTH,
@@ -19,6 +19,7 @@ from vllm_commext.proxy.policy.placement import (
     Way,
     _Costs,
 )
+from vllm_commext.proxy.policy.queue import Waiting
 from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds
 
 NOW = 100.0

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.engines.pool import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import MIN_APART, Resume
+from vllm_commext.proxy.policy.queue import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.session.transcript import Room, Transcript
 from vllm_commext.proxy.session.two_step import local_prefill_reason, refusal
 from vllm_commext.proxy.session.upstream import MAX_RESUMES

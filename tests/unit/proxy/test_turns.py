@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import orders_prompts
-from vllm_commext.proxy.engines.pool import Turns
-from vllm_commext.proxy.policy.load import IN_TIME, PATIENCE, SPARED, EngineLoad, Queue, Waiting
+from vllm_commext.proxy.engines.pool import Engine
+from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.queue import IN_TIME, PATIENCE, SPARED, Queue, Waiting
 from vllm_commext.proxy.policy.speed import Speeds
 
 TOKEN = 25e-6
@@ -31,7 +32,7 @@ class Line:
 
     def __init__(self) -> None:
         self.load = known()
-        self.turns = Turns(self.load)
+        self.turns = Engine("both", "", "", load=self.load).turns
         self.gone: list[int] = []
         self.tasks: dict[int, asyncio.Task[None]] = {}
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from typing import Self
 
@@ -18,7 +19,7 @@ from vllm_commext.proxy.engines.pool import (
     Prefix,
 )
 from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL
-from vllm_commext.proxy.policy.load import Planned
+from vllm_commext.proxy.policy.load import EngineLoad, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
 WINDOW, FEW = 3, 4
@@ -110,7 +111,8 @@ class Chooser:
     def of(cls, config: ProxyConfig, limits: Limits) -> Self:
         """With pools that are empty as yet."""
         planner = Planner(limits)
-        pools = {role: EnginePool(role, config.affinity_tokens, planner.shared) for role in ROLES}
+        tokens, load_of = config.affinity_tokens, partial(EngineLoad, planner.shared)
+        pools = {role: EnginePool(role, tokens, load_of) for role in ROLES}
         return cls(config.placement, planner, pools)
 
     @property

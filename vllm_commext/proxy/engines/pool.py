@@ -2,17 +2,15 @@
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
 from typing import TypeVar
 
-from vllm_commext.proxy.policy.load import EngineLoad, Waiting
-from vllm_commext.proxy.policy.speed import Speeds
+from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.policy.queue import Repeats, Turns
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -151,102 +149,6 @@ class Memory:
         self._sessions = _Recent(self._max_tokens)
 
 
-LEAD_SECONDS = 0.03
-"""Work that an engine gets ahead, beside the time to reach it, so that it never idles."""
-
-
-class Turns:
-    """Prompts that wait for an engine's turn, so that a long one does not hold up short ones."""
-
-    def __init__(self, load: EngineLoad) -> None:
-        self._load = load
-        self._turns: dict[Waiting, asyncio.Future[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        load.when_done.append(self._wake)
-
-    async def take(self, new_tokens: int, held_tokens: int, is_lost: bool = False) -> None:
-        load, now = self._load, time.monotonic()
-        if not self._turns and self._seconds_left(now) <= 0.0:
-            return
-        seconds = load.speed.prefill_seconds(new_tokens, held_tokens, False)
-        waiting = Waiting(now, seconds, is_lost)
-        turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
-        load.queue.add(waiting)
-        self._set_timer(now)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._wake()  # another one's turn
-            raise
-        finally:
-            self._turns.pop(waiting, None)
-            load.queue.remove(waiting)
-
-    def _wake(self) -> None:
-        now = time.monotonic()
-        if self._turns and self._seconds_left(now) <= 0.0:
-            self._turns.pop(self._load.queue.next([*self._turns], now)).set_result(None)
-        self._set_timer(now)
-
-    def _seconds_left(self, now: float) -> float:
-        reach = self._load.speed.prefill_seconds(0, 0, True)
-        return self._load.backlog(now) - LEAD_SECONDS - reach
-
-    def _set_timer(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._turns:
-            left = max(self._seconds_left(now), LEAD_SECONDS / 10)
-            self._timer = asyncio.get_running_loop().call_later(left, self._wake)
-
-
-REPEATED_TOKENS = 4096
-"""Of prompts that one engine computes once more at a time."""
-SECONDS_A_TOKEN = 4e-4
-"""A prompt is overtaken by shorter ones for so long a token."""
-
-
-class Repeats:
-    """Turns of the prompts that one engine computes once more, since another one was lost or
-    drains: as many at a time as have `REPEATED_TOKENS`, or a longer one alone. The shortest goes
-    first, but waits are counted against it."""
-
-    def __init__(self) -> None:
-        self._left, self._num = REPEATED_TOKENS, 0
-        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
-
-    async def take(self, tokens: int) -> int:
-        """Wait for a turn; the tokens to give back after it."""
-        tokens, self._num = min(tokens, REPEATED_TOKENS), self._num + 1
-        loop = asyncio.get_running_loop()
-        turn, due = loop.create_future(), loop.time() + tokens * SECONDS_A_TOKEN
-        heappush(self._waiting, (due, self._num, tokens, turn))
-        self._wake()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.give_back(tokens)
-            raise
-        return tokens
-
-    def give_back(self, tokens: int) -> None:
-        self._left += tokens
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting:
-            _, _, tokens, turn = self._waiting[0]
-            if not turn.done() and tokens > self._left:
-                return
-            heappop(self._waiting)
-            if not turn.done():
-                self._left -= tokens
-                turn.set_result(None)
-
-
 @dataclass(eq=False)
 class State:
     """Unhealthy until a check has passed. leaving: it goes when nothing runs. suspected: a request
@@ -318,12 +220,14 @@ class Engine:
     url: str
     memory: Memory = field(default_factory=lambda: Memory(0))
     capabilities: Capabilities = UNKNOWN
-    load: EngineLoad = field(default_factory=lambda: EngineLoad(Speeds()))
+    load: EngineLoad = field(default_factory=EngineLoad)
     state: State = field(default_factory=State)
     work: Work = field(default_factory=Work)
 
     def __post_init__(self) -> None:
-        self.turns, self.repeats = Turns(self.load), Repeats()
+        load, self.repeats = self.load, Repeats()
+        self.turns = Turns(load.queue, load.backlog, load.speed.prefill_seconds)
+        load.when_done.append(self.turns.wake)
 
     @property
     def usable(self) -> bool:
@@ -381,10 +285,10 @@ class Engine:
 class EnginePool:
     """All engines of one role, in the order in which they came."""
 
-    def __init__(self, role: str, affinity_tokens: int = 0, speeds: Speeds | None = None) -> None:
-        self.role = role
-        self._affinity_tokens = affinity_tokens
-        self._speeds = speeds or Speeds()
+    def __init__(
+        self, role: str, affinity_tokens: int = 0, load_of: Callable[[], EngineLoad] = EngineLoad
+    ) -> None:
+        self.role, self._affinity_tokens, self._load_of = role, affinity_tokens, load_of
         self.engines: tuple[Engine, ...] = ()
         self.members: frozenset[Engine] = frozenset()
         self.has_both = self.are_both = False
@@ -396,8 +300,8 @@ class EnginePool:
         kind, num = "engine" if role == BOTH else role, len(taken)
         names = (f"{kind}{idx}" for idx in (num, *range(num)))
         name = next(one for one in names if one not in taken)
-        memory, load = Memory(self._affinity_tokens), EngineLoad(self._speeds)
-        engine = Engine(role, name, url, memory=memory, load=load)
+        memory = Memory(self._affinity_tokens)
+        engine = Engine(role, name, url, memory=memory, load=self._load_of())
         self.join(engine)
         return engine
 

@@ -1,11 +1,10 @@
-"""Engines' work as a proxy knows it, and which of the prompts that wait goes first. Pure: every
-time is an argument."""
+"""Engines' work as a proxy knows it. Pure: every time is an argument."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
 
+from vllm_commext.proxy.policy.queue import Queue
 from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
 
 RECENT_SECONDS = 3.0
@@ -262,121 +261,12 @@ class Cache:
         self.size = 0.0
 
 
-PATIENCE = 4.0
-"""Longest time that others may overtake a waiting prompt, in its own lengths or in limits."""
-SPARED = 0.02
-"""Share of its time that an engine then has for those that were put off."""
-IN_TIME = 0.95
-"""Share of a limit that a prompt is planned to be computed in."""
-
-
-@dataclass(eq=False, slots=True)
-class Waiting:
-    """is_lost: expected to miss a limit even so."""
-
-    since: float
-    seconds: float
-    is_lost: bool = False
-
-    @property
-    def due(self) -> float:
-        return self.since + PATIENCE * self.seconds
-
-
-class Queue(dict[Waiting, None]):
-    """Prompts that wait, so that the most begin within *limit* seconds (0: none).
-
-    With a limit they go as they came, but the longest are put off when not all can be in time, and
-    those that are lost anyway while others can be. If prompts that are late already went first, all
-    would be late. So one that has waited `PATIENCE` limits gets `SPARED` of the engine's time.
-    Without a limit the shortest goes first, and overtakes another one for no longer than `PATIENCE`
-    times that one's length.
-    """
-
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self._limit = limit
-        self._seconds: float | None = 0.0
-        self._spared = 0.0
-        """Seconds of the engine that those that were put off have left to others."""
-
-    def add(self, prompt: Waiting) -> None:
-        self[prompt], self._seconds = None, None
-
-    def remove(self, prompt: Waiting) -> None:
-        del self[prompt]
-        self._seconds = None
-
-    @property
-    def seconds(self) -> float:
-        if self._seconds is None:
-            self._seconds = sum([one.seconds for one in self])
-        return self._seconds
-
-    def next(self, among: Sequence[Waiting], now: float) -> Waiting:
-        """Choose the prompt of *among*, in the order in which they came, that goes now."""
-        if not self._limit:
-            return min(among, key=lambda one: one.due)
-        first = among[0]
-        if not self._is_overdue(first, now):
-            self._spared = 0.0
-        elif self._spared >= first.seconds:
-            self._spared -= first.seconds
-            return first
-        hopeful = [one for one in among if not one.is_lost]
-        chosen = self._first_in_time(hopeful, now) or self._first_in_time(among, now)
-        chosen = chosen or min(among, key=lambda one: one.seconds)
-        self._spared += SPARED * chosen.seconds
-        return chosen
-
-    def _first_in_time(self, waiting: Sequence[Waiting], now: float) -> Waiting | None:
-        both = zip(waiting, in_time(waiting, now, self._limit)[0], strict=True)
-        return next((one for one, seconds in both if one.seconds == seconds), None)
-
-    def _is_overdue(self, prompt: Waiting, now: float) -> bool:
-        return now > prompt.since + PATIENCE * self._limit
-
-    def ahead(self, seconds: float, now: float, start: float) -> tuple[float, int]:
-        """Seconds of those that go before a new prompt of *seconds*, if the next goes at *start*,
-        and how many of them will be late by it."""
-        if not self:
-            return 0.0, 0
-        if not self._limit:
-            due = now + PATIENCE * seconds
-            return sum([one.seconds for one in self if one.due <= due]), 0
-        hopeful = [one for one in self if not one.is_lost]
-        kept, put_off = in_time([*hopeful, Waiting(now, seconds)], start, self._limit)
-        if put_off == len(hopeful):
-            return self.seconds, 0
-        before = sum(kept) - seconds
-        if self._is_overdue(next(iter(self)), start):
-            before *= 1.0 + SPARED
-        return before, int(put_off >= 0)
-
-
-def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:
-    """Seconds of each prompt that can be computed within *limit*, in order, 0 for the longest,
-    which are put off; and the idx of the one put off for the last, or -1."""
-    kept = [one.seconds for one in waiting]
-    longest: list[tuple[float, int]] = []
-    end, margin, put_off = now, IN_TIME * limit, -1
-    for idx, seconds in enumerate(kept):
-        end += seconds
-        if end > waiting[idx].since + margin:
-            less, put_off = heappushpop(longest, (-seconds, idx))
-            kept[put_off] = 0.0
-            end += less
-        else:
-            heappush(longest, (-seconds, idx))
-            put_off = -1
-    return kept, put_off
-
-
 class EngineLoad:
     """What one engine has to do. when_done: called when a prompt has ended."""
 
-    def __init__(self, shared: Speeds) -> None:
-        self.shared, self.speed = shared, EngineSpeed(shared)
+    def __init__(self, shared: Speeds | None = None) -> None:
+        self.shared = shared = shared or Speeds()
+        self.speed = EngineSpeed(shared)
         self.prompts, self.answers = Prompts(self.speed), Answers()
         self.queue = Queue(shared.limits.first)
         self.planned: dict[Planned, None] = {}
