@@ -23,45 +23,6 @@ LOCAL_PREFILL = "local-prefill"
 DIRECT = "direct"
 LOCAL, HANDED_OVER, LEAST_WORK = KINDS = ("local", "handed_over", "least_work")
 """Kinds of placement."""
-MAX_LOST = 2
-"""Engines that one request may lose in one step, since it may be what ends them."""
-MIN_APART = 8
-"""Tokens between two losses that count as different places of the answer."""
-
-
-@dataclass
-class Losses:
-    """Engines that one request has lost, and answers of status 500. place: tokens of the answer at
-    the last of them."""
-
-    engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    num_answers: int = 0
-    place: int = 0
-
-    def break_off(self, place: int) -> None:
-        """Forget losses at another place of the answer."""
-        if place and abs(place - self.place) >= MIN_APART:
-            self.engines.clear()
-            self.num_answers = 0
-        self.place = place
-
-    def note_answer(self, error: "ProxyError") -> None:
-        """Note an answer of status 500, the last one that is tried elsewhere but for the first."""
-        self.num_answers += 1
-        if self.num_answers >= MAX_LOST:
-            error.can_retry = error.can_restart = False
-
-    def note(self, error: "ProxyError") -> "ProxyError":
-        """Note a lost engine; returns the error for the request."""
-        self.engines.append((error.side, error.engine or ""))
-        if sum(side == error.side for side, _ in self.engines) < MAX_LOST:
-            return error
-        names = " and ".join(dict.fromkeys(name for _, name in self.engines))
-        message = (
-            f"{names} lost with this request, {len(self.engines)} times: it may be what ends "
-            f"engines, and is tried at no other one. The last time: {error}"
-        )
-        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
 
 
 @dataclass(frozen=True)
@@ -93,8 +54,8 @@ class ProxyError(CommextError):
     def __post_init__(self, message: str) -> None:
         super().__init__(message)
 
-    def be_final(self) -> None:
-        self.can_retry = False
+    def be_final(self, *, may_restart: bool = True) -> None:
+        self.can_retry, self.can_restart = False, self.can_restart and may_restart
 
     def in_a_stream(self) -> dict[str, Any]:
         """Error object for a stream that has begun: the engine's own, if it is one."""

@@ -30,10 +30,9 @@ from vllm_commext.proxy.http.body import BodyBudget, Intake
 from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
-from vllm_commext.proxy.session.attempt import Service
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.session.session import Session
-from vllm_commext.proxy.session.upstream import Upstream, open_session
+from vllm_commext.proxy.session.upstream import Service, Upstream, open_session
 from vllm_commext.proxy.window.window import Window
 
 if TYPE_CHECKING:

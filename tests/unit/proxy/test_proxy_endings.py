@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.proxy.session.failures import MAX_WHOLE_BYTES
 from vllm_commext.proxy.session.relay import Relay
-from vllm_commext.proxy.session.response import MAX_WHOLE_BYTES
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_commext.proxy.engines.choice import Chooser, Plan
-from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, Latest, SideChannel
+from vllm_commext.proxy.engines.choice import Plan
+from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, SideChannel
 from vllm_commext.proxy.outcome import (
     DIRECT,
     ENGINES_LOST,
@@ -21,46 +21,18 @@ from vllm_commext.proxy.outcome import (
     LocalPrefill,
     ProxyError,
     Route,
-    no_answer,
 )
 from vllm_commext.proxy.session import two_step
-from vllm_commext.proxy.session.response import Opened, is_dead
-from vllm_commext.proxy.session.transcript import Room
+from vllm_commext.proxy.session.failures import Opened, Tries, is_dead
 from vllm_commext.proxy.session.two_step import Asked, decode_body
-from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Tries, Upstream
+from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Service
 
 logger = logging.getLogger("vllm.commext.proxy")
 
-MAX_MOVES = 3
-"""Streams that move at a time: the more read at once, the longer each pauses."""
 _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
 CHECK_SECONDS = 10.0
 """Longest wait for a check of an engine that has broken a connection."""
 LOOK_SECONDS = 0.02
-
-
-class Service:
-    """Engines' access, placement and room (None: no stream is resumed), shared by all requests."""
-
-    def __init__(self, upstream: Upstream, chooser: Chooser) -> None:
-        self.upstream, self.chooser = upstream, chooser
-        self.config, self.metrics = upstream.config, upstream.metrics
-        self.keepers = Latest[str, Engine]()
-        self.room = Room(self.config.resume_bytes) if self.config.resume else None
-        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
-
-    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
-        """Engine that keeps the answer which *body* goes on from; None: any. Raises
-        `ProxyError`."""
-        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
-        engine = self.keepers.get(name) if isinstance(name, str) else None
-        if name is None or (engine is None and len(pool.engines) == 1):
-            return None
-        if engine is None:
-            raise no_answer(name, "this proxy knows no engine that has given it")
-        if not engine.usable or engine not in pool.members:
-            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
-        return engine
 
 
 @dataclass(eq=False)

@@ -14,14 +14,14 @@ from prometheus_client import Histogram
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.http.answers import DONE, error_event, num_whole, with_cached_tokens
 from vllm_commext.proxy.http.connections import cut
-from vllm_commext.proxy.outcome import ClientGoneError, Losses, ProxyError, Resume
-from vllm_commext.proxy.session.response import (
-    ClientStalledError,
+from vllm_commext.proxy.outcome import ClientGoneError, ProxyError, Resume
+from vllm_commext.proxy.session.failures import (
     Deadline,
     EngineLostError,
-    LeftError,
+    Losses,
+    OnLost,
     Opened,
-    StreamWatch,
+    Watch,
     bad_answer,
     end_tasks,
     failure_of,
@@ -41,6 +41,50 @@ _NOT_PASSED_ON = frozenset(
 )
 
 BULK_BYTES = 4 << 10
+
+
+class ClientStalledError(Exception):
+    """The client takes no data."""
+
+
+class LeftError(Exception):
+    """The engine is to be left."""
+
+
+class StreamWatch(Watch):
+    """Bounds a stream's waits by one timer. Call `reading` before each wait for the engine and
+    `writing` before each for the client; *since* is the loop's time of that call. Raises
+    `TimeoutError`, `EngineLostError`, `ClientStalledError` or `LeftError`."""
+
+    def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
+        super().__init__(on_lost)
+        self._limits = {False: read_seconds, True: write_seconds}
+
+    def _begin(self) -> None:
+        self.writing()
+        self._timer = self._loop.call_later(min(self._limits.values()), self._look)
+
+    def reading(self) -> None:
+        self.is_writing, self.since = False, self._loop.time()
+
+    def writing(self) -> None:
+        self.is_writing, self.since = True, self._loop.time()
+
+    def _look(self) -> None:
+        left = self._limits[self.is_writing] - (self._loop.time() - self.since)
+        if left <= 0:
+            self._interrupt(ClientStalledError if self.is_writing else TimeoutError)
+            return
+        self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
+
+    def leave(self) -> None:
+        """End a wait for the engine with `LeftError`; the client's goes on."""
+        if not self.is_writing:
+            self._interrupt(LeftError)
+
+    def _lose(self) -> None:
+        if not self.is_writing:
+            super()._lose()
 
 
 class Ended(NamedTuple):

@@ -18,9 +18,9 @@ from aiohttp import web
 
 from vllm_commext.proxy.http.body import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
-from vllm_commext.proxy.session.attempt import Attempt, Service, Tries
+from vllm_commext.proxy.session.attempt import Attempt, Service
+from vllm_commext.proxy.session.failures import Opened, Tries, side_of
 from vllm_commext.proxy.session.relay import Ended, Leaving, Left, Relay, response_to
-from vllm_commext.proxy.session.response import Opened, side_of
 from vllm_commext.proxy.session.two_step import Asked, read_from
 
 logger = logging.getLogger("vllm.commext.proxy")

@@ -5,26 +5,16 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
-from prometheus_client import Counter
 
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
-from vllm_commext.proxy.engines.choice import Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import DECODE, NO_PREFIX, PREFILL, Engine, EnginePool, Prefix
+from vllm_commext.proxy.engines.choice import Chooser, Plan, orders_prompts, reads_load
+from vllm_commext.proxy.engines.pool import NO_PREFIX, PREFILL, Engine, EnginePool, Latest, Prefix
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import (
@@ -33,108 +23,38 @@ from vllm_commext.proxy.outcome import (
     PREFILL_ASKED,
     PREFILLED,
     Cached,
-    Losses,
     Mark,
     ProxyError,
     Route,
+    no_answer,
 )
 from vllm_commext.proxy.policy.load import Answer, Job
-from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.response import (
+from vllm_commext.proxy.session.failures import (
     Deadline,
     Opened,
+    Tries,
     check_not_draining,
-    end_tasks,
     failures_of,
     no_engine,
     prefilled_params,
     read_answer,
     read_opening,
 )
+from vllm_commext.proxy.session.metrics import ProxyMetrics
+from vllm_commext.proxy.session.releases import Key, Releases
+from vllm_commext.proxy.session.transcript import Room
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
+MAX_MOVES = 3
+"""Streams that move at a time: the more read at once, the longer each pauses."""
 KEY_BYTES = 16
-MAX_RESUMES = 4
-MAX_KEYS = 256
-GATHER_SECONDS = 0.02
-"""Between two requests to one engine."""
-CLOSE_SECONDS = 2.0
-RANK = "X-data-parallel-rank"
 PICK_INTERVAL_SECONDS = 0.05
 _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
 _WINDOW_BYTES = 128 << 10
-
-
-class Key(NamedTuple):
-    """Names a prefill to its engine; *value* is "" where that takes no keys."""
-
-    engine: Engine
-    authorization: str | None
-    model: str | None
-    value: str = ""
-
-
-Post = Callable[[Engine, Mapping[str, str], Mapping[str, Any]], Awaitable[Any]]
-
-
-class Releases:
-    """Has prefill engines free at once what will not be read. *post* sends a completion of one
-    token whose parameters name the prefills' keys, *counted* counts them by outcome."""
-
-    def __init__(self, post: Post, counted: Counter) -> None:
-        self._post, self._counted = post, counted
-        self._waiting: dict[Key, list[str]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def add(self, key: Key) -> None:
-        target = key._replace(value="")
-        if key.value and target in self._waiting:
-            self._waiting[target].append(key.value)
-        elif key.value:
-            self._waiting[target] = [key.value]
-            self._begin(self._send_all(target))
-
-    async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        await end_tasks(self._tasks)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _send_all(self, target: Key) -> None:
-        """Send keys while there are any, without waiting for answers."""
-        while keys := self._waiting[target]:
-            self._waiting[target] = keys[MAX_KEYS:]
-            ranks = target.engine.capabilities.key_ranks
-            for rank in ranks:
-                headers = {RANK: rank} if len(ranks) > 1 else {}
-                self._begin(self._send(target, headers, keys[:MAX_KEYS]))
-            await asyncio.sleep(GATHER_SECONDS)
-        del self._waiting[target]
-
-    async def _send(self, target: Key, headers: dict[str, str], keys: list[str]) -> None:
-        headers["Content-Type"] = "application/json"
-        if target.authorization is not None:
-            headers["Authorization"] = target.authorization
-        params = {"release": keys}
-        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-        if target.model is not None:
-            body["model"] = target.model
-        try:
-            await self._post(target.engine, headers, body)
-        except ProxyError as error:
-            self._counted.labels("failed").inc(len(keys))
-            text = "%s may keep %d prefills that nobody reads until their leases end: %s"
-            logger.warning(text, target.engine.name, len(keys), error)
-        else:
-            self._counted.labels("sent").inc(len(keys))
 
 
 @dataclass(frozen=True)
@@ -146,40 +66,6 @@ class Prefilled:
     key: Key
     job: Job | None = None
     cached_tokens: Cached | None = None
-
-
-@dataclass(eq=False)
-class Tries:
-    """Engines that have failed a request. num_failed: attempts at the answer's present part.
-    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
-    cached_tokens: at the first prefill engine."""
-
-    losses: Losses = field(default_factory=Losses)
-    prefill: list[Engine] = field(default_factory=list[Engine])
-    decode: list[Engine] = field(default_factory=list[Engine])
-    num_failed: int = 0
-    num_resumed: int = 0
-    answered_by: Engine | None = None
-    cached_tokens: Cached | None = None
-
-    def go_on_elsewhere(self) -> None:
-        self.num_resumed, self.num_failed = self.num_resumed + 1, 0
-
-    def may_begin_again(self, error: ProxyError, most: int) -> bool:
-        """Count an attempt that failed; True if another of *most* may follow, from the start."""
-        self.num_failed += 1
-        return self.num_failed < most and error.can_restart and error.side == DECODE
-
-    def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
-        self.decode += [one for one in engines if one.name == error.engine]
-
-    @property
-    def may_go_on(self) -> bool:
-        return self.num_resumed < MAX_RESUMES
-
-    @property
-    def is_again(self) -> bool:
-        return bool(self.num_failed or self.num_resumed)
 
 
 @dataclass(eq=False)
@@ -232,7 +118,7 @@ class Payload:
         return b"".join(pieces) if is_short else _windows(pieces), num_bytes
 
 
-async def _windows(pieces: Iterable[bytes | memoryview]) -> AsyncIterator[bytes]:
+async def _windows(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
     for piece in pieces:
         for start in range(0, len(piece), _WINDOW_BYTES):
             yield bytes(piece[start : start + _WINDOW_BYTES])
@@ -464,8 +350,12 @@ class Upstream:
 
     async def _post_release(
         self, engine: Engine, headers: Mapping[str, str], body: Mapping[str, Any]
-    ) -> None:
-        await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
+    ) -> ProxyError | None:
+        try:
+            await self._prefill_on(engine, Payload("/v1/completions", headers, body), 0)
+        except ProxyError as error:
+            return error
+        return None
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
         seconds = self.config.decode_timeout_seconds
@@ -540,3 +430,27 @@ class Upstream:
         response = await self._session.post(url, data=content, headers=headers, **self._bounds)
         check_not_draining(engine, response)
         return response
+
+
+class Service:
+    """Engines' access, placement and room (None: no stream is resumed), shared by all requests."""
+
+    def __init__(self, upstream: Upstream, chooser: Chooser) -> None:
+        self.upstream, self.chooser = upstream, chooser
+        self.config, self.metrics = upstream.config, upstream.metrics
+        self.keepers = Latest[str, Engine]()
+        self.room = Room(self.config.resume_bytes) if self.config.resume else None
+        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
+
+    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
+        """Engine that keeps the answer which *body* goes on from; None: any. Raises
+        `ProxyError`."""
+        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
+        engine = self.keepers.get(name) if isinstance(name, str) else None
+        if name is None or (engine is None and len(pool.engines) == 1):
+            return None
+        if engine is None:
+            raise no_answer(name, "this proxy knows no engine that has given it")
+        if not engine.usable or engine not in pool.members:
+            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
+        return engine

@@ -1,10 +1,11 @@
-"""The beginning of an engine's answer. Waits are bounded, and failures become a `ProxyError`."""
+"""How engines fail a request, and what it has lost. Each wait ends, failures become a `ProxyError`,
+also those that the beginning of an answer tells, and two lost engines end the request."""
 
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from errno import ECONNREFUSED
 from types import TracebackType
 from typing import Any, Self
@@ -13,21 +14,13 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.answers import (
-    EventCutter,
-    is_aborted,
-    lack_of,
-    num_tokens,
-    opening_error,
-    opens_aborted,
-    says_nothing,
-)
+from vllm_commext.proxy.http import answers
 from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
 from vllm_commext.proxy.http.endpoints import Endpoint
 from vllm_commext.proxy.outcome import (
+    ENGINES_LOST,
     Cached,
     EngineAnswer,
-    Losses,
     ProxyError,
     complaints,
     lack,
@@ -42,14 +35,6 @@ class EngineLostError(Exception):
     """The engine has not been reachable for too long."""
 
 
-class ClientStalledError(Exception):
-    """The client takes no data."""
-
-
-class LeftError(Exception):
-    """The engine is to be left."""
-
-
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     ending = tuple(tasks)
     for task in ending:
@@ -57,7 +42,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-class _Watch:
+class Watch:
     """A block that exceptions of several kinds may end; `asyncio.timeout` has one. *on_lost*: the
     engine's callbacks, which end it with `EngineLostError`."""
 
@@ -104,7 +89,7 @@ class _Watch:
             self._task.cancel()
 
 
-class Deadline(_Watch):
+class Deadline(Watch):
     """`with Deadline(seconds, engine.work.on_lost): ...` raises `TimeoutError` when time is up, and
     `EngineLostError` when the engine is lost; *seconds* None: as long as it can be reached."""
 
@@ -117,40 +102,80 @@ class Deadline(_Watch):
             self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
 
 
-class StreamWatch(_Watch):
-    """Bounds a stream's waits by one timer. Call `reading` before each wait for the engine and
-    `writing` before each for the client; *since* is the loop's time of that call. Raises
-    `TimeoutError`, `EngineLostError`, `ClientStalledError` or `LeftError`."""
+MAX_LOST = 2
+"""Engines that one request may lose in one step, since it may be what ends them."""
+MIN_APART = 8
+"""Tokens between two losses that count as different places of the answer."""
+MAX_RESUMES = 4
 
-    def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
-        super().__init__(on_lost)
-        self._limits = {False: read_seconds, True: write_seconds}
 
-    def _begin(self) -> None:
-        self.writing()
-        self._timer = self._loop.call_later(min(self._limits.values()), self._look)
+@dataclass
+class Losses:
+    """Engines that one request has lost, and answers of status 500. place: tokens of the answer at
+    the last of them."""
 
-    def reading(self) -> None:
-        self.is_writing, self.since = False, self._loop.time()
+    engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    num_answers: int = 0
+    place: int = 0
 
-    def writing(self) -> None:
-        self.is_writing, self.since = True, self._loop.time()
+    def break_off(self, place: int) -> None:
+        """Forget losses at another place of the answer."""
+        if place and abs(place - self.place) >= MIN_APART:
+            self.engines.clear()
+            self.num_answers = 0
+        self.place = place
 
-    def _look(self) -> None:
-        left = self._limits[self.is_writing] - (self._loop.time() - self.since)
-        if left <= 0:
-            self._interrupt(ClientStalledError if self.is_writing else TimeoutError)
-            return
-        self._timer = self._loop.call_later(min(left, *self._limits.values()), self._look)
+    def note_answer(self, error: ProxyError) -> None:
+        """Note an answer of status 500, the last one that is tried elsewhere but for the first."""
+        self.num_answers += 1
+        if self.num_answers >= MAX_LOST:
+            error.be_final(may_restart=False)
 
-    def leave(self) -> None:
-        """End a wait for the engine with `LeftError`; the client's goes on."""
-        if not self.is_writing:
-            self._interrupt(LeftError)
+    def note(self, error: ProxyError) -> ProxyError:
+        """Note a lost engine; returns the error for the request."""
+        self.engines.append((error.side, error.engine or ""))
+        if sum(side == error.side for side, _ in self.engines) < MAX_LOST:
+            return error
+        names = " and ".join(dict.fromkeys(name for _, name in self.engines))
+        message = (
+            f"{names} lost with this request, {len(self.engines)} times: it may be what ends "
+            f"engines, and is tried at no other one. The last time: {error}"
+        )
+        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
 
-    def _lose(self) -> None:
-        if not self.is_writing:
-            super()._lose()
+
+@dataclass(eq=False)
+class Tries:
+    """Engines that have failed a request. num_failed: attempts at the answer's present part.
+    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
+    cached_tokens: at the first prefill engine."""
+
+    losses: Losses = field(default_factory=Losses)
+    prefill: list[Engine] = field(default_factory=list[Engine])
+    decode: list[Engine] = field(default_factory=list[Engine])
+    num_failed: int = 0
+    num_resumed: int = 0
+    answered_by: Engine | None = None
+    cached_tokens: Cached | None = None
+
+    def go_on_elsewhere(self) -> None:
+        self.num_resumed, self.num_failed = self.num_resumed + 1, 0
+
+    def may_begin_again(self, error: ProxyError, most: int) -> bool:
+        """Count an attempt that failed; True if another of *most* may follow, from the start."""
+        self.num_failed += 1
+        return self.num_failed < most and error.can_restart and error.side == DECODE
+
+    def blame(self, error: ProxyError, engines: Iterable[Engine]) -> None:
+        self.decode += [one for one in engines if one.name == error.engine]
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.num_resumed < MAX_RESUMES
+
+    @property
+    def is_again(self) -> bool:
+        return bool(self.num_failed or self.num_resumed)
 
 
 MAX_ANSWER_BYTES = 16 << 20
@@ -308,7 +333,7 @@ def aborted(engine: Engine) -> ProxyError:
 
 def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
     """Error of an *event* in the midst of a stream; b"" if another engine answers otherwise."""
-    if (told := opening_error(event)) is not None:
+    if (told := answers.opening_error(event)) is not None:
         answer = EngineAnswer(told[1])
         return _noted(engine_error(engine, told[0], answer), losses)
     if event:
@@ -342,7 +367,7 @@ class Opened:
     engine: Engine
     response: aiohttp.ClientResponse
     first: bytes
-    cutter: EventCutter | None
+    cutter: answers.EventCutter | None
     has_end: bool
     opened_at: float
     work: ExitStack
@@ -358,7 +383,7 @@ class Opened:
 
     def note(self, piece: bytes, now: float) -> None:
         """Count the tokens of a piece of the stream."""
-        if self.answer is not None and (tokens := num_tokens(piece)):
+        if self.answer is not None and (tokens := answers.num_tokens(piece)):
             self.answer.go_on(tokens, now)
 
     @property
@@ -378,7 +403,7 @@ async def read_opening(
     endpoint: Endpoint,
     streams: bool | None,
     edit: Callable[[bytes], bytes | None] | None,
-) -> tuple[bytes, EventCutter | None]:
+) -> tuple[bytes, answers.EventCutter | None]:
     """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
     *streams*: a completion is to be a stream; None if either form is right. *edit*: removes what
@@ -393,10 +418,10 @@ async def read_opening(
         if response.content_type != expected:
             raise bad_answer(engine, f"{response.content_type} in place of {expected}")
     if is_stream:
-        cutter = EventCutter()
+        cutter = answers.EventCutter()
         return await _opening(engine, response, cutter, edit), cutter
     first, is_whole = await _beginning(response)
-    if is_aborted(first):
+    if answers.is_aborted(first):
         raise aborted(engine)
     if response.status < 400:
         _check_whole(engine, response, endpoint, first if is_whole else b"")
@@ -411,7 +436,7 @@ def _check_whole(
     is_json = response.content_type == "application/json"
     if not is_json and not endpoint.is_free_form:
         raise bad_answer(engine, f"{response.content_type} in place of application/json")
-    if is_json and whole and (missing := lack_of(endpoint.answer, whole)):
+    if is_json and whole and (missing := answers.lack_of(endpoint.answer, whole)):
         raise bad_answer(engine, missing)
 
 
@@ -429,11 +454,11 @@ async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 async def _opening(
     engine: Engine,
     response: aiohttp.ClientResponse,
-    cutter: EventCutter,
+    cutter: answers.EventCutter,
     edit: Callable[[bytes], bytes | None] | None,
 ) -> bytes:
     events, has_ended = b"", False
-    while not has_ended and (not events or says_nothing(events)):
+    while not has_ended and (not events or answers.says_nothing(events)):
         if len(events) > MAX_OPENING_BYTES:
             break
         if events:  # others go on in between
@@ -444,9 +469,9 @@ async def _opening(
             raise bad_answer(engine, "one of another LoRA adapter, or of other weights")
         events += edited
         has_ended = not piece
-    if opens_aborted(events):
+    if answers.opens_aborted(events):
         raise aborted(engine)
-    if (failed := opening_error(events)) is not None and failed[0] >= 500:
+    if (failed := answers.opening_error(events)) is not None and failed[0] >= 500:
         raise engine_error(engine, failed[0], EngineAnswer(failed[1]))
     if has_ended:
         raise bad_answer(engine, "a stream that ends before its first token; its log may say why")
