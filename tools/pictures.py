@@ -158,7 +158,7 @@ def added_latency() -> Svg:
                 one = share(found[tokens, engine][column])
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, prompt of {int(tokens):,}", bars))
-    names = ("vLLM's NixlConnector", "vllm_commext, sequentially", "vllm_commext, its proxy")
+    names = ("NixlConnector", "our connector", "our connector and our proxy")
     return grouped("Extra ms beside one server; lines: range of rounds", names, groups, 240, "")
 
 
