@@ -107,7 +107,7 @@ def test_the_dashboard_shows_every_metric_of_the_connector() -> None:
 def test_the_page_has_every_metric_and_no_other() -> None:
     kinds = families()
     declared = {name + "_total" * (kind == "counter") for name, (kind, _) in kinds.items()}
-    assert set(NAME.findall(PAGE)) - {"commext_nixl"} == declared
+    assert set(NAME.findall(PAGE.replace("_bucket[", "["))) - {"commext_nixl"} == declared
 
 
 def warnings() -> Iterator[tuple[str, list[str]]]:
@@ -189,7 +189,7 @@ def test_every_reason_of_a_failed_load_has_an_alert() -> None:
 def test_the_page_has_the_alert(rule: dict[str, Any]) -> None:
     """Those that page at the page's head, the others under Tickets, where the alert links to."""
     head, _, rest = PAGE.partition("### Tickets")
-    part, anchor = (head, "") if rule["labels"]["severity"] == "page" else (rest, "#tickets")
+    part, anchor = (head, "#watch") if rule["labels"]["severity"] == "page" else (rest, "#tickets")
     assert f"| `{rule['alert']}` | " in part
     assert rule["annotations"]["runbook_url"] == f"docs/operations.md{anchor}"
     assert rule["annotations"]["description"].endswith(".")
