@@ -15,10 +15,10 @@ read -r -a EXTRA <<<"${EXTRA_ARGS:-}"
 . "$(dirname "${BASH_SOURCE[0]}")/../servers.sh"
 
 # engine NAME ROLE TP: on the next port, side-channel port and GPUs.
-names=() urls=() next_gpu=0
+names=() urls=() next_gpu=0 next_port=$FIRST_PORT
 engine() {
-    local name=$1 role=$2 tp=$3 number=${#names[@]}
-    local port=$((FIRST_PORT + number))
+    local name=$1 role=$2 tp=$3 number=${#names[@]} port=$next_port
+    next_port=$((next_port + 1))
     local environment=("VLLM_NIXL_SIDE_CHANNEL_PORT=$((SIDE_CHANNEL_PORT + 100 * number))")
     if [ "$DEVICE" = cpu ]; then
         environment+=(VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1)
@@ -48,6 +48,7 @@ for number in "${!PREFILL_TP[@]}"; do
     engine "prefill$number-tp${PREFILL_TP[number]}" kv_producer "${PREFILL_TP[number]}"
     options+=(--prefill "${urls[-1]}")
 done
+next_port=$((FIRST_PORT + 100))
 for number in "${!DECODE_TP[@]}"; do
     engine "decode$number-tp${DECODE_TP[number]}" kv_consumer "${DECODE_TP[number]}"
     options+=(--decode "${urls[-1]}")
