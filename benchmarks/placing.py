@@ -8,8 +8,9 @@ import time
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE
+from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.choice import Chooser
-from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, ROLES, EnginePool, Prefix
+from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, ROLES, EnginePool
 from vllm_commext.proxy.policy.load import EngineLoad
 from vllm_commext.proxy.policy.placement import Planner
 from vllm_commext.proxy.policy.queue import Waiting

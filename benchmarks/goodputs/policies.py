@@ -179,15 +179,13 @@ class Adaptive:
         self, engine: int, waiting: Sequence[Request], now: float
     ) -> tuple[Request | None, float]:
         """As the proxy does: without an order all are sent at once."""
-        load = self.loads[engine]
+        load, request = self.loads[engine], waiting[0]
         if self.is_ordered and load.speed.is_known:
             left = load.backlog(now) - LEAD_SECONDS - load.speed.prefill_seconds(0, 0, True)
             if left > 0.0:
                 return None, max(left, LEAD_SECONDS / 10)
             among = {one.note.waiting: one for one in waiting}
             request = among[load.queue.next(list(among), now)]
-        else:
-            request = waiting[0]
         note: _Placed = request.note
         placed, tokens = note.placement, request.arrival.prompt_tokens
         load.queue.remove(note.waiting)

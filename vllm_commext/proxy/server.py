@@ -125,7 +125,10 @@ class ProxyApp:
         self._engine_key = read_secret(keys) if keys else ""
         self.ledger = Ledger(config, limits, self.registry)
         self.ledger.metrics.in_flight.set_function(lambda: self.requests.num_in_flight)
-        self.budget = BodyBudget(config.max_buffered_bytes)
+        self.budget = BodyBudget(
+            *(config.max_buffered_bytes, config.max_body_bytes),
+            *(config.client_timeout_seconds, config.upload_bytes_per_second),
+        )
 
     def build(self) -> web.Application:
         keys = self.config.api_key_file
@@ -192,7 +195,7 @@ class ProxyApp:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         outcome = Outcome(_request_id(request))
-        with self._counted(request, outcome), closing(Intake(self.budget, self.config)) as intake:
+        with self._counted(request, outcome), closing(Intake(self.budget)) as intake:
             headers = self._passed_headers(request)
             headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             if (trace := self.ledger.trace) is not None:

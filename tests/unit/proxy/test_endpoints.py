@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kit.request_bodies import arrived
-from vllm_commext.proxy.engines.pool import Memory
+from vllm_commext.proxy.engines.affinity import Memory
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, num_samples, prompt_tokens
 from vllm_commext.proxy.session.two_step import SESSION_HEADER, prefix_of
 

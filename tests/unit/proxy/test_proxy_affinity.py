@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived
-from vllm_commext.proxy.engines.pool import MIN_WEIGHT, NO_PREFIX, EnginePool, Memory, Prefix
+from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, MIN_WEIGHT, Memory, Prefix
+from vllm_commext.proxy.engines.choice import least_work
+from vllm_commext.proxy.engines.pool import EnginePool
 from vllm_commext.proxy.http.body import num_tokens
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
-from vllm_commext.proxy.session.two_step import BLOCK_BYTES, MAX_BLOCKS, prefix_of
+from vllm_commext.proxy.session.two_step import prefix_of
 
 quick = settings(max_examples=50, deadline=None)
 ANSWER = {"role": "assistant", "content": "a" * 900}
@@ -106,10 +108,9 @@ def test_what_was_asked_longest_ago_is_forgotten_from_its_end() -> None:
 
 
 def pool_of(*tokens: int) -> EnginePool:
-    urls = [f"http://h:{idx + 1}" for idx in range(len(tokens))]
     pool = EnginePool("prefill", affinity_tokens=10**6)
-    for url in urls:
-        pool.add(url)
+    for idx in range(len(tokens)):
+        pool.add(f"http://h:{idx + 1}")
     for engine, count in zip(pool.engines, tokens, strict=True):
         engine.state.pass_check()
         engine.work.tokens = count
@@ -121,8 +122,8 @@ def test_affinity_is_weighed_against_load() -> None:
     for load, chosen in ((9_000, 0), (10_500, 1)):
         pool = pool_of(load, 0)
         pool.engines[0].memory.note(prefix(body))
-        assert pool.pick((), prefix(body)) is pool.engines[chosen]
-        assert pool.pick((), NO_PREFIX) is pool.engines[1]
+        assert least_work(pool, (), prefix(body))[0] is pool.engines[chosen]
+        assert least_work(pool) == (pool.engines[1], 0)
 
 
 @pytest.mark.parametrize("how", ["refuses", "fails its check"])

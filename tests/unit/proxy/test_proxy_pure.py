@@ -12,6 +12,7 @@ from tests.kit.request_bodies import arrived, awkward, json_values, run
 from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
+from vllm_commext.proxy.engines.choice import least_work
 from vllm_commext.proxy.engines.pool import Engine, EnginePool
 from vllm_commext.proxy.http.answers import EventCutter
 from vllm_commext.proxy.http.body import encode, members_of
@@ -177,8 +178,7 @@ def _pool(*in_flight: int) -> EnginePool:
 
 def test_pick_goes_round_among_equals() -> None:
     pool = _pool(0, 0, 0)
-    picked = [pool.pick() for _ in range(6)]
-    assert picked == list(pool.engines) * 2
+    assert [least_work(pool) for _ in range(6)] == [(one, 0) for one in pool.engines] * 2
 
 
 @quick
@@ -191,12 +191,12 @@ def test_pick_takes_a_least_loaded_healthy_engine(
         engine.state.healthy = healthy
     exclude = data.draw(st.lists(st.sampled_from(pool.engines), max_size=2))
     usable = [engine for engine in pool.engines if engine.state.healthy and engine not in exclude]
-    chosen = pool.pick(exclude)
-    if not usable:
-        assert chosen is None
+    chosen = least_work(pool, exclude)
+    if chosen is None:
+        assert not usable
     else:
-        assert chosen in usable
-        assert chosen.work.tokens == min(engine.work.tokens for engine in usable)
+        assert chosen[0] in usable
+        assert chosen[0].work.tokens == min(engine.work.tokens for engine in usable)
 
 
 def test_two_failed_checks_in_a_row_make_an_engine_unhealthy() -> None:
@@ -217,9 +217,9 @@ def test_an_engine_under_suspicion_is_asked_last_until_a_check_clears_or_ends_it
     pool = _pool(0, 100)
     suspect, busy = pool.engines
     suspect.state.suspect()
-    assert (suspect.usable, pool.pick()) == (True, busy)
+    assert (suspect.usable, least_work(pool)) == (True, (busy, 0))
     suspect.state.pass_check()
-    assert pool.pick() is suspect
+    assert least_work(pool) == (suspect, 0)
     suspect.state.suspect()
     suspect.failed_check(fall=2, detail="gone")
     assert (suspect.usable, suspect.state.detail) == (False, "gone")

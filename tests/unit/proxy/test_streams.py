@@ -14,8 +14,7 @@ import pytest
 from tests.unit.proxy.test_resume import COMPLETIONS, stream
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel
-from vllm_commext.proxy.session.attempt import Stream
-from vllm_commext.proxy.session.two_step import MAX_WAITING
+from vllm_commext.proxy.session.attempt import MAX_WAITING, Stream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 ANSWER = stream(0, COMPLETIONS, [[(7, "one")], [(8, " two")], [(9, " three")]])

@@ -1,27 +1,25 @@
-"""Applies the policy of placement to the engines that are usable now."""
+"""Which engine a request goes to: by the policy of placement, by the least work, or since it keeps
+the answer that the request goes on from."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
-from vllm_commext.proxy.engines.pool import (
-    DECODE,
-    PREFILL,
-    ROLES,
-    Engine,
-    EnginePool,
-    Latest,
-    Prefix,
-)
-from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
+from vllm_commext.proxy.engines.pool import DECODE, PREFILL, ROLES, Engine, EnginePool
+from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL, no_answer
 from vllm_commext.proxy.policy.load import EngineLoad, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
+MAX_LATEST = 1 << 16
+"""Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
+K = TypeVar("K")
 WINDOW, FEW = 3, 4
 """Engines compared for a request, others each time, of more than `FEW`: the best of more would get
 too many."""
@@ -99,13 +97,23 @@ def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
     )
 
 
+class Latest(OrderedDict[K, Engine]):
+    """The `MAX_LATEST` keys noted last, with the engine of each."""
+
+    def note(self, key: K, engine: Engine) -> None:
+        self[key] = engine
+        self.move_to_end(key)
+        if len(self) > MAX_LATEST:
+            self.popitem(last=False)
+
+
 class Chooser:
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
         self._mode = mode
         self._planner = planner
         self.pools = pools
         self._turn = 0
-        self._last = Latest[bytes, Engine]()
+        self.keepers, self._last = Latest[str](), Latest[bytes]()
 
     @classmethod
     def of(cls, config: ProxyConfig, limits: Limits) -> Self:
@@ -165,6 +173,19 @@ class Chooser:
         answer = self._planner.note(placement, max(tokens, 1), now)
         return Plan(source, engine, placement, now + placement.first_token, answer)
 
+    def keeper(self, name: Any) -> Engine | None:
+        """Engine that keeps the answer *name*, which a request goes on from; None: any. Raises
+        `ProxyError`."""
+        pool = self.pools[DECODE]
+        engine = self.keepers.get(name) if isinstance(name, str) else None
+        if engine is None and len(pool.engines) == 1:
+            return None
+        if engine is None:
+            raise no_answer(name, "this proxy knows no engine that has given it")
+        if not engine.usable or engine not in pool.members:
+            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
+        return engine
+
     def _window(self, pool: EnginePool, name: bytes) -> Sequence[Engine]:
         """The next engines in turn, and the one that had the prompt's beginning last."""
         engines = pool.engines
@@ -181,3 +202,21 @@ class Chooser:
 def _idlest(pool: EnginePool) -> Sequence[Engine]:
     usable = [one for one in pool.engines if one.usable]
     return nsmallest(WINDOW, usable, key=lambda one: one.load.prompts.seconds)
+
+
+def least_work(
+    pool: EnginePool, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX
+) -> tuple[Engine, int] | None:
+    """Choose by tokens under way less those it holds of the prompt, round robin among equals,
+    suspects last. Also returns the tokens it holds."""
+    candidates = [one for one in pool.in_turn if one.usable and one not in exclude]
+    if not candidates:
+        return None
+
+    def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
+        return choice[0].state.suspected, choice[0].work.tokens - choice[1]
+
+    held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
+    chosen = min(held, key=until_through)  # the first of equals
+    pool.end_turn(chosen[0])
+    return chosen

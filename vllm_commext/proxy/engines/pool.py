@@ -1,14 +1,13 @@
-"""The engines of one role: their capabilities, state, and which takes the next request."""
+"""The engines of one role: what each can do, its state and its work."""
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
+from vllm_commext.proxy.engines.affinity import Memory
 from vllm_commext.proxy.policy.load import EngineLoad
 from vllm_commext.proxy.policy.queue import Repeats, Turns
 
@@ -22,14 +21,6 @@ BOTH = "both"
 ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
-MAX_LATEST = 1 << 16
-"""Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
-MIN_WEIGHT = 16.0
-"""Tokens: the least that a remembered prompt counts for, about one block of an engine's cache."""
-MAX_SHARE = 0.25
-"""Of an engine's memory, what a single block or session counts for at most."""
-K = TypeVar("K")
-V = TypeVar("V")
 SideChannelFields = Mapping[str, str | int]
 
 
@@ -75,78 +66,6 @@ class Capabilities:
 
 
 UNKNOWN = Capabilities()
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Digests of a request: of the prompt's blocks, each of about tokens_a_block tokens, and of the
-    session's name (b"": none). tokens: estimate of the whole prompt's."""
-
-    blocks: tuple[bytes, ...] = ()
-    tokens_a_block: float = 0.0
-    session: bytes = b""
-    tokens: int = 0
-
-
-NO_PREFIX = Prefix()
-
-
-class _Recent(OrderedDict[bytes, float]):
-    """The latest keys, up to a sum of weights. None weighs less than ``MIN_WEIGHT``."""
-
-    def __init__(self, max_weight: float) -> None:
-        super().__init__()
-        self._max_weight, self._sum = max_weight, 0.0
-
-    def put(self, key: bytes, weight: float) -> None:
-        weight = max(min(weight, self._max_weight * MAX_SHARE), MIN_WEIGHT)
-        self._sum += weight - self.pop(key, 0.0)
-        self[key] = weight
-        while self._sum > self._max_weight and self:
-            self._sum -= self.popitem(last=False)[1]
-
-
-class Latest(OrderedDict[K, V]):
-    """The `MAX_LATEST` keys noted last, with what was noted of each."""
-
-    def note(self, key: K, value: V) -> None:
-        self[key] = value
-        self.move_to_end(key)
-        if len(self) > MAX_LATEST:
-            self.popitem(last=False)
-
-
-class Memory:
-    """Prompts that one engine was asked last, of about *max_tokens* in all; the oldest go first."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.clear()
-
-    def held_tokens(self, prefix: Prefix) -> int:
-        """Estimate the prompt's first tokens that the engine holds; the last is always computed."""
-        held = 0.0
-        for block in prefix.blocks:
-            if block not in self._blocks:
-                break
-            held += prefix.tokens_a_block
-        if prefix.session:
-            held = max(held, self._sessions.get(prefix.session, 0.0))
-        return max(0, min(int(held), prefix.tokens - 1)) if held else 0
-
-    def note(self, prefix: Prefix) -> None:
-        # The last block first: a prompt is forgotten from its end, as engines forget it too.
-        for block in reversed(prefix.blocks):
-            self._blocks.put(block, prefix.tokens_a_block)
-        if prefix.session:
-            self._sessions.put(prefix.session, float(prefix.tokens))
-
-    def __len__(self) -> int:
-        return len(self._blocks) + len(self._sessions)
-
-    def clear(self) -> None:
-        self._blocks = _Recent(self._max_tokens)
-        self._sessions = _Recent(self._max_tokens)
 
 
 @dataclass(eq=False)
@@ -324,23 +243,10 @@ class EnginePool:
     def has_other(self, engine: Engine) -> bool:
         return any(one.usable and one is not engine for one in self.engines)
 
-    def pick(self, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX) -> Engine | None:
-        chosen = self.choose(exclude, prefix)
-        return chosen[0] if chosen else None
+    @property
+    def in_turn(self) -> tuple[Engine, ...]:
+        return (*self.engines[self._next_idx :], *self.engines[: self._next_idx])
 
-    def choose(self, exclude: Collection[Engine], prefix: Prefix) -> tuple[Engine, int] | None:
-        """Choose by tokens under way less those it holds of the prompt, round robin among equals,
-        suspects last. Also returns the tokens it holds."""
-        start = self._next_idx
-        in_turn = (*self.engines[start:], *self.engines[:start])
-        candidates = [engine for engine in in_turn if engine.usable and engine not in exclude]
-        if not candidates:
-            return None
-
-        def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
-            return choice[0].state.suspected, choice[0].work.tokens - choice[1]
-
-        held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
-        chosen = min(held, key=until_through)  # the first of equals
-        self._next_idx = (self.engines.index(chosen[0]) + 1) % len(self.engines)
-        return chosen
+    def end_turn(self, engine: Engine) -> None:
+        """Begin with the one behind *engine* next time."""
+        self._next_idx = (self.engines.index(engine) + 1) % len(self.engines)

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.http.body import decode
+from vllm_commext.proxy.http.body import MAX_DECODED_BYTES as SMALL_BYTES
+from vllm_commext.proxy.http.body import decode, in_steps, members_of
 from vllm_commext.proxy.outcome import Cached
 
 CHOICES = "choices"
@@ -58,6 +59,12 @@ def _has_choices(told: msgspec.Raw) -> bool:
 def holds(choice: Any) -> bool:
     """True if *choice*, of an answer or an event, is one."""
     return isinstance(choice, dict) and any(choice.get(name) is not None for name in _ONE_OF)
+
+
+async def decoded(answer: bytes) -> Any:
+    """Of a large one, what is long stays text. Raises `ValueError` or `RecursionError`."""
+    is_small = len(answer) <= SMALL_BYTES
+    return decode(answer) if is_small else await in_steps(members_of(answer))
 
 
 class EventCutter:

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from vllm_commext.proxy.config import MIB, ProxyConfig
 from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 T = TypeVar("T")
@@ -421,17 +420,18 @@ def num_tokens(prompt: Any) -> int:
     return max(by_bytes, prompt.num_leaves)
 
 
-SMALL_BODY_BYTES = MIB
+SMALL_BODY_BYTES = 1 << 20
 _FOR_SMALL_BODIES = 8
 """One such part of the budget is kept for bodies of at most `SMALL_BODY_BYTES`."""
 
 
 class BodyBudget:
-    """Bytes of request bodies at a time. turns: held while a large body is parsed, and as long
-    after, so that others have half of the processor."""
+    """Bytes of request bodies at a time: *max_bytes*, and *most* of each, in *seconds* and one more
+    for each *rate* bytes. turns: held while a large body is parsed, and as long after, so that
+    others have half of the processor."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, most: int, seconds: float, rate: int) -> None:
+        self._max_bytes, self.most, self.seconds, self.rate = max_bytes, most, seconds, rate
         self.held_bytes = 0
         self.turns = asyncio.Lock()
 
@@ -453,7 +453,6 @@ class Intake:
     """One request's body, and its share of the budget until `close`."""
 
     _budget: BodyBudget
-    _config: ProxyConfig
     num_bytes: int = 0
     body: Any = None
 
@@ -462,7 +461,7 @@ class Intake:
         if request.content_type != "application/json":
             message = f"expected Content-Type: application/json, got {request.content_type!r}"
             raise ProxyError(415, "bad_request", message)
-        seconds, rate = self._config.client_timeout_seconds, self._config.upload_bytes_per_second
+        seconds, rate = self._budget.seconds, self._budget.rate
         try:
             async with asyncio.timeout(seconds) as bound:
                 raw = await self._read_raw(request, bound)
@@ -482,7 +481,7 @@ class Intake:
         self.num_bytes, self.body = 0, None
 
     async def _read_raw(self, request: web.Request, bound: asyncio.Timeout) -> bytes | bytearray:
-        most, end = self._config.max_body_bytes, bound.when()
+        most, end = self._budget.most, bound.when()
         assert end is not None  # as every body has a bound
         announced = request.content_length or 0
         raw: bytes | bytearray = b""
@@ -490,7 +489,7 @@ class Intake:
             raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
         async for piece in request.content.iter_any():
             num_bytes = len(raw) + len(piece)
-            bound.reschedule(end + num_bytes / self._config.upload_bytes_per_second)
+            bound.reschedule(end + num_bytes / self._budget.rate)
             if num_bytes > most:
                 raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
             self._budget.take(len(piece), max(announced, num_bytes))

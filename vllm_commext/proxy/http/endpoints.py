@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, num_tokens
+from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, dumps, num_tokens
 
 MAX_SAMPLES = 1 << 14
 MOST_TOKENS = 1 << 15
@@ -39,6 +39,10 @@ class Endpoint:
     computes: bool = True
     keeps: bool = False
     is_free_form: bool = False
+
+    @property
+    def form(self) -> tuple[str, bool]:
+        return self.answer, self.is_free_form
 
 
 COMPLETIONS = Endpoint("completions", ("prompt_embeds", "prompt", "suffix"), is_split=True)
@@ -106,6 +110,16 @@ def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     """Bound on the answer's tokens."""
     given = [one.get(name) for one in _holders(body) for name in endpoint.lengths]
     return next((n for n in given if isinstance(n, int) and n > 0), MOST_TOKENS)
+
+
+MAX_NAME_BYTES = 64 << 10
+"""Looked at of a model's name or a salt."""
+
+
+def names_of(body: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Model and salt: engines tell the same prompts apart by them."""
+    found = body.get("model"), body.get("cache_salt")
+    return [one.text[:MAX_NAME_BYTES] if isinstance(one, RawJson) else dumps(one) for one in found]
 
 
 _CACHE_MARK = re.compile(rb'(?:,\s{0,4})?"cache_control"\s{0,4}:\s{0,4}\{[^{}]{0,200}\}')

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,28 @@ _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
 CHECK_SECONDS = 10.0
 """Longest wait for a check of an engine that has broken a connection."""
 LOOK_SECONDS = 0.02
+MAX_WAITING = 8
+"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
+step."""
+
+
+def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of *body* for an engine that reads the answer so far at *engine*; none unless every
+    usable one of *engines* can."""
+    known, others = engine.capabilities, [one.capabilities for one in engines if one.usable]
+    if not (known.caches and known.offers and all(one.caches and one.offers for one in others)):
+        return {}
+    return {"kv_transfer_params": {**two_step.own_params(body), "reuse_from": list(known.offers)}}
+
+
+def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
+    known = engine.capabilities
+    if not known.streams:
+        return AtOnce.NOT_KNOWN
+    first, *others = known.ranks
+    if others:
+        return AtOnce.SEVERAL
+    return AtOnce.BUSY if len(engine.work.waiting) >= MAX_WAITING else first.channel
 
 
 @dataclass(eq=False)
@@ -56,7 +78,7 @@ class Stream:
         await self.cancel()
         if self._place is not None:
             self.way = AtOnce.AGAIN
-        place = self.way or two_step.place_or_reason(engine)
+        place = self.way or place_or_reason(engine)
         if isinstance(place, AtOnce):
             self.way = place
             return self._payload(two_step.prefill_body(self._body, key))
@@ -162,7 +184,7 @@ class Attempt:
         asked, tries = self._asked, self._tries
         is_split = asked.endpoint.is_split
         self.route.path = self.route.path if is_split else DIRECT
-        if not asked.endpoint.computes or asked.only is not None:
+        if not asked.endpoint.computes or tries.only is not None:
             return
         self.plan = self._service.chooser.plan(
             *(asked.prefix, asked.tokens, tries.prefill + tries.decode),
@@ -217,7 +239,7 @@ class Attempt:
     def note_opened(self, opened: Opened) -> None:
         service = self._service
         if self._asked.endpoint.keeps and (name := opened.answer_id):
-            service.keepers.note(name, opened.engine)
+            service.chooser.keepers.note(name, opened.engine)
         seconds = self.hand_over(opened)
         if seconds is not None and opened.cutter is not None:
             opened.engine.load.shared.handover.add(seconds)
@@ -274,7 +296,7 @@ class Attempt:
         asked = self._asked
         return Payload(
             *(asked.path, asked.headers, body, asked.tokens, asked.prefix, self._tries),
-            *(self.plan, asked.only, self.route.marks, edit),
+            *(self.plan, self.route.marks, edit),
         )
 
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
@@ -298,7 +320,8 @@ class Attempt:
         if not self._service.config.may_stream:
             way = AtOnce.OFF
         elif not self._tries.is_again:
-            way = two_step.reason_against(body, usable)
+            reads = all(one.capabilities.streams for one in usable)
+            way = two_step.reason_against_both(body) or (None if reads else AtOnce.DECODE)
         return Stream(body, self._payload, ask, way)
 
     async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:

@@ -15,8 +15,6 @@ import aiohttp
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http import answers
-from vllm_commext.proxy.http.body import MAX_DECODED_BYTES, decode, in_steps, members_of
-from vllm_commext.proxy.http.endpoints import Endpoint
 from vllm_commext.proxy.outcome import (
     ENGINES_LOST,
     Cached,
@@ -146,10 +144,11 @@ class Losses:
 
 @dataclass(eq=False)
 class Tries:
-    """Engines that have failed a request. num_failed: attempts at the answer's present part.
-    num_resumed: times that it was to go on elsewhere. answered_by: the engine that had it last.
-    cached_tokens: at the first prefill engine."""
+    """Engines that have failed a request. only: the one that can answer it. num_failed: attempts at
+    the answer's present part. num_resumed: times that it was to go on elsewhere. answered_by: the
+    engine that had it last. cached_tokens: at the first prefill engine."""
 
+    only: Engine | None = None
     losses: Losses = field(default_factory=Losses)
     prefill: list[Engine] = field(default_factory=list[Engine])
     decode: list[Engine] = field(default_factory=list[Engine])
@@ -186,7 +185,7 @@ _DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
 
 
 @contextmanager
-def failures_of(
+def of(
     engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
 ) -> Iterator[None]:
     """Turn failures of *engine* into `ProxyError`. *losses*: the request's. side: role of the step.
@@ -195,7 +194,7 @@ def failures_of(
     try:
         yield
     except (TimeoutError, *_CANNOT_CONNECT, *_LOST) as error:
-        raise failure_of(engine, error, timeout_seconds, losses, side) from error
+        raise meaning_of(engine, error, timeout_seconds, losses, side) from error
     except ProxyError as error:
         error.side = side or error.side
         noted = error if losses is None else _noted(error, losses)
@@ -217,7 +216,7 @@ def is_dead(error: ProxyError) -> bool:
     return any(one in told for one in _DEAD)
 
 
-def failure_of(
+def meaning_of(
     engine: Engine,
     error: BaseException,
     timeout_seconds: float,
@@ -282,8 +281,7 @@ async def prefilled_params(
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
-        is_small = len(answer.body) <= MAX_DECODED_BYTES
-        content = decode(answer.body) if is_small else await in_steps(members_of(answer.body))
+        content = await answers.decoded(answer.body)
     except (ValueError, RecursionError) as error:
         raise bad_answer(engine, f"{len(answer.body)} bytes that are no JSON ({error})") from error
     if status != 200 or not isinstance(content, dict):
@@ -331,11 +329,11 @@ def aborted(engine: Engine) -> ProxyError:
     return _failure(engine, 502, "aborted", message, can_restart=True)
 
 
-def failure_told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
+def told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
     """Error of an *event* in the midst of a stream; b"" if another engine answers otherwise."""
-    if (told := answers.opening_error(event)) is not None:
-        answer = EngineAnswer(told[1])
-        return _noted(engine_error(engine, told[0], answer), losses)
+    if (error := answers.opening_error(event)) is not None:
+        answer = EngineAnswer(error[1])
+        return _noted(engine_error(engine, error[0], answer), losses)
     if event:
         return aborted(engine)
     return bad_answer(engine, "another answer than that which it was to go on with")
@@ -400,15 +398,16 @@ class Opened:
 async def read_opening(
     engine: Engine,
     response: aiohttp.ClientResponse,
-    endpoint: Endpoint,
+    whole: tuple[str, bool],
     streams: bool | None,
     edit: Callable[[bytes], bytes | None] | None,
 ) -> tuple[bytes, answers.EventCutter | None]:
     """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
-    *streams*: a completion is to be a stream; None if either form is right. *edit*: removes what
-    the client has not asked for. vLLM answers a stream with 200 before it computes: a failure is
-    its first event, follows a chat's role, or is an early end.
+    *whole*: a member of a whole answer, and whether it need not be JSON. *streams*: a completion is
+    to be a stream; None if either form is right. *edit*: removes what the client has not asked for.
+    vLLM answers a stream with 200 before it computes: a failure is its first event, follows a
+    chat's role, or is an early end.
     """
     if response.status >= 500:
         raise engine_error(engine, response.status, await read_answer(engine, response))
@@ -424,19 +423,19 @@ async def read_opening(
     if answers.is_aborted(first):
         raise aborted(engine)
     if response.status < 400:
-        _check_whole(engine, response, endpoint, first if is_whole else b"")
+        _check_whole(engine, response, *whole, first if is_whole else b"")
         if not first:
             raise bad_answer(engine, "no byte")
     return first, None
 
 
 def _check_whole(
-    engine: Engine, response: aiohttp.ClientResponse, endpoint: Endpoint, whole: bytes
+    engine: Engine, response: aiohttp.ClientResponse, member: str, is_free_form: bool, whole: bytes
 ) -> None:
     is_json = response.content_type == "application/json"
-    if not is_json and not endpoint.is_free_form:
+    if not is_json and not is_free_form:
         raise bad_answer(engine, f"{response.content_type} in place of application/json")
-    if is_json and whole and (missing := answers.lack_of(endpoint.answer, whole)):
+    if is_json and whole and (missing := answers.lack_of(member, whole)):
         raise bad_answer(engine, missing)
 
 

@@ -15,19 +15,8 @@ from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.http.answers import DONE, error_event, num_whole, with_cached_tokens
 from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.outcome import ClientGoneError, ProxyError, Resume
-from vllm_commext.proxy.session.failures import (
-    Deadline,
-    EngineLostError,
-    Losses,
-    OnLost,
-    Opened,
-    Watch,
-    bad_answer,
-    end_tasks,
-    failure_of,
-    failure_told,
-    failures_of,
-)
+from vllm_commext.proxy.session import failures
+from vllm_commext.proxy.session.failures import Deadline, EngineLostError, Losses, Opened, Watch
 from vllm_commext.proxy.session.transcript import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -56,7 +45,7 @@ class StreamWatch(Watch):
     `writing` before each for the client; *since* is the loop's time of that call. Raises
     `TimeoutError`, `EngineLostError`, `ClientStalledError` or `LeftError`."""
 
-    def __init__(self, on_lost: OnLost, read_seconds: float, write_seconds: float) -> None:
+    def __init__(self, on_lost: failures.OnLost, read_seconds: float, write_seconds: float) -> None:
         super().__init__(on_lost)
         self._limits = {False: read_seconds, True: write_seconds}
 
@@ -130,7 +119,7 @@ class Leaving:
     async def end(self) -> None:
         self.forget()
         if self._task is not None:
-            await end_tasks([self._task])
+            await failures.end_tasks([self._task])
 
     def _begin(self) -> None:
         self.forget()
@@ -172,7 +161,7 @@ class Relay:
             is_lost = isinstance(error, EngineLostError)
             if not is_lost and (self._watch is None or self._watch.is_writing):
                 raise ClientGoneError("the client closed its connection") from error
-            return Lost(failure_of(engine, error, idle_seconds, self._lost()))
+            return Lost(failures.meaning_of(engine, error, idle_seconds, self._lost()))
         except ProxyError as failure:
             return Lost(failure)
         except LeftError:
@@ -200,8 +189,8 @@ class Relay:
 
     async def _pass_on(self, opened: Opened, watch: StreamWatch) -> None:
         read, cutter, response = opened.response.content.readany, opened.cutter, self.response
-        cached_tokens = opened.cached_tokens
-        on_gap, transcript = self._gaps.labels(opened.engine.name).observe, self._transcript
+        engine, cached_tokens = opened.engine, opened.cached_tokens
+        on_gap, transcript = self._gaps.labels(engine.name).observe, self._transcript
         await response.prepare(self._request)
         ready, held, is_open = opened.take(), b"", True
         arrived = watch.since
@@ -221,7 +210,7 @@ class Relay:
                 await response.write(ready)
                 self.has_sent_end = ready.rstrip().endswith(DONE)
             if transcript is not None and transcript.held is not None:
-                raise failure_told(opened.engine, self._held, self._lost())
+                raise failures.told(engine, self._held, self._lost())
             watch.reading()
             if self._leaves:
                 raise LeftError
@@ -239,7 +228,7 @@ class Relay:
                 ready = cutter.rest()
                 is_end = self.has_sent_end or ready.rstrip().endswith(DONE)
                 if opened.has_end and not is_end:
-                    raise bad_answer(opened.engine, "a stream without the event that ends it")
+                    raise failures.bad_answer(engine, "a stream without the event that ends it")
         await response.write_eof()
 
     async def catch_up(
@@ -257,7 +246,7 @@ class Relay:
                 return None
             if not may_begin_anew:
                 return Resume.ANEW
-            with failures_of(engine, seconds, self._losses), Deadline(seconds, on_lost):
+            with failures.of(engine, seconds, self._losses), Deadline(seconds, on_lost):
                 piece = await opened.response.content.readany()
             if not piece:
                 break

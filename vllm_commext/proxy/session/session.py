@@ -18,10 +18,10 @@ from aiohttp import web
 
 from vllm_commext.proxy.http.body import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
-from vllm_commext.proxy.session.attempt import Attempt, Service
+from vllm_commext.proxy.session.attempt import Attempt, Service, read_from
 from vllm_commext.proxy.session.failures import Opened, Tries, side_of
 from vllm_commext.proxy.session.relay import Ended, Leaving, Left, Relay, response_to
-from vllm_commext.proxy.session.two_step import Asked, read_from
+from vllm_commext.proxy.session.two_step import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -46,8 +46,9 @@ class Session:
             *(service.config.min_prompt_tokens, service.config.affinity),
         )
         outcome.prompt_tokens = asked.tokens
-        asked.follow(service.room, None if asked.endpoint.is_split else service.keeper(asked.body))
-        self._tries = Tries()
+        asked.follow(service.room)
+        before = None if asked.endpoint.is_split else asked.body.get("previous_response_id")
+        self._tries = Tries(None if before is None else service.chooser.keeper(before))
         self._attempt: Attempt  # the latest
         self._opened: Opened | None = None
         self._leaving: Leaving | None = None

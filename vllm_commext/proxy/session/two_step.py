@@ -6,24 +6,15 @@ first finishes its read frees blocks that others still read. So a request of sev
 to a decode engine as it is.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.engines.pool import NO_PREFIX, Engine, Prefix, SideChannel
-from vllm_commext.proxy.http.body import LENGTHS, RawJson, compacted, dumps, encode, in_steps
-from vllm_commext.proxy.http.endpoints import (
-    COMPLETIONS,
-    ENDPOINTS,
-    Endpoint,
-    most_tokens,
-    num_samples,
-    prompt_text,
-    prompt_tokens,
-    session_of,
-)
+from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, NO_PREFIX, Prefix
+from vllm_commext.proxy.http import endpoints
+from vllm_commext.proxy.http.body import LENGTHS, RawJson, compacted, encode, in_steps
+from vllm_commext.proxy.http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume, bad_request
 from vllm_commext.proxy.session.transcript import Room, Transcript
 
@@ -37,20 +28,10 @@ _NOT_FOR_PREFILL = ("stop_token_ids",)
 OWN_IDS = "prompt_token_ids"
 """The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""
 MAX_SMALL_BYTES = 2 << 20
-MAX_WAITING = 8
-"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
-step."""
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
 SESSION_HEADER = "X-Session-ID"
 MIN_LEFT = 16
 """An answer with fewer tokens left is not moved."""
-BLOCK_BYTES = 1024
-"""About 250 tokens of text, or as many token ids as vLLM has in a dozen blocks."""
-MAX_BLOCKS = 256
-"""Looked at of each prompt, so that a large one costs some milliseconds and no more."""
-_DIGEST_BYTES = 12
-MAX_NAME_BYTES = 64 << 10
-"""Looked at of a model's name or a salt."""
 
 
 def checked_body(body: Any) -> dict[str, Any]:
@@ -86,6 +67,11 @@ def _check_small(name: str, value: Any) -> None:
         raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
 
 
+def reason_against_both(body: Mapping[str, Any]) -> AtOnce | None:
+    """Reason why a request does not go to both engines at once, or None."""
+    return AtOnce.ONE_TOKEN if 1 in map(body.get, LENGTHS) else None
+
+
 def local_prefill_reason(
     endpoint: Endpoint, body: Mapping[str, Any], min_prompt_tokens: int = 0
 ) -> LocalPrefill | None:
@@ -104,7 +90,7 @@ def local_prefill_reason(
         return LocalPrefill.TRUNCATION
     if 0 in map(body.get, LENGTHS):
         return LocalPrefill.NO_GENERATION
-    if min_prompt_tokens and prompt_tokens(body) < min_prompt_tokens:
+    if min_prompt_tokens and endpoints.prompt_tokens(body) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT
     return None
 
@@ -132,7 +118,7 @@ def prefill_body(body: Mapping[str, Any], key: str = "", stream_key: str = "") -
     if body.get("stream"):
         step.pop("stream_options", None)  # an error without streaming
     step["stream"] = False
-    step["kv_transfer_params"] = {**_own_params(body), **KEEP_FOR_DECODE}
+    step["kv_transfer_params"] = {**own_params(body), **KEEP_FOR_DECODE}
     if key:
         step["kv_transfer_params"]["prefill_key"] = key
     if stream_key:
@@ -152,62 +138,18 @@ def _of_one_token(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    return {**body, "kv_transfer_params": {**_own_params(body), **kv_transfer_params}}
+    return {**body, "kv_transfer_params": {**own_params(body), **kv_transfer_params}}
 
 
-def _own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return body.get("kv_transfer_params") or {}
-
-
-def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of *body* for an engine that reads the answer so far at *engine*; none unless every
-    usable one of *engines* can."""
-    known, others = engine.capabilities, [one.capabilities for one in engines if one.usable]
-    if not (known.caches and known.offers and all(one.caches and one.offers for one in others)):
-        return {}
-    return {"kv_transfer_params": {**_own_params(body), "reuse_from": list(known.offers)}}
-
-
-def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
-    known = engine.capabilities
-    if not known.streams:
-        return AtOnce.NOT_KNOWN
-    first, *others = known.ranks
-    if others:
-        return AtOnce.SEVERAL
-    return AtOnce.BUSY if len(engine.work.waiting) >= MAX_WAITING else first.channel
-
-
-def reason_against(body: Mapping[str, Any], decode: Iterable[Engine]) -> AtOnce | None:
-    """Reason why a request does not go to both engines at once, or None."""
-    if 1 in map(body.get, LENGTHS):
-        return AtOnce.ONE_TOKEN
-    return None if all(one.capabilities.streams for one in decode) else AtOnce.DECODE
 
 
 def prefix_of(
     body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
 ) -> Prefix:
-    """Digests of a prompt of about *tokens*."""
-    salt = _digest(_name(body.get("model")), _name(body.get("cache_salt")))
-    text, num_bytes = prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
-    digest, blocks = salt, []
-    for start in range(0, len(text) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):
-        digest = _digest(digest, text[start : start + BLOCK_BYTES])
-        blocks.append(digest)
-    name = _digest(salt, session.encode("utf-8", "surrogatepass")) if session else b""
-    return Prefix(tuple(blocks), tokens * BLOCK_BYTES / max(num_bytes, 1), name, tokens)
-
-
-def _name(value: Any) -> bytes | memoryview:
-    return value.text[:MAX_NAME_BYTES] if isinstance(value, RawJson) else dumps(value)
-
-
-def _digest(*parts: bytes | memoryview) -> bytes:
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
-        found.update(part)
-    return found.digest()
+    text, num_bytes = endpoints.prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
+    return Prefix.of(endpoints.names_of(body), text, num_bytes, session, tokens)
 
 
 _SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
@@ -229,10 +171,8 @@ def refusal(
 
 class Asked:
     """A client's request. most: bound on the answer's tokens. local_reason: why one engine has to
-    take both steps. only: the engine that has what the request goes on from. transcript: of a
-    stream that can go on elsewhere; refusal: why it cannot."""
+    take both steps. transcript: of a stream that can go on elsewhere; refusal: why it cannot."""
 
-    only: Engine | None = None
     transcript: Transcript | None = None
     refusal: Resume | None = Resume.OFF
 
@@ -247,17 +187,17 @@ class Asked:
         self.path, self.headers = request.path, headers
         self._body = body = checked_body(body)
         endpoint = self.endpoint
-        tokens = prompt_tokens(body)
-        self.tokens, self.most = tokens * num_samples(body), most_tokens(endpoint, body)
+        tokens = endpoints.prompt_tokens(body)
+        self.tokens = tokens * endpoints.num_samples(body)
+        self.most = endpoints.most_tokens(endpoint, body)
         self.prefix = NO_PREFIX
         self.local_reason = local_prefill_reason(endpoint, body, min_prompt_tokens)
         if has_affinity and endpoint.computes:
-            session = session_of(body, request.headers.get(SESSION_HEADER))
+            session = endpoints.session_of(body, request.headers.get(SESSION_HEADER))
             self.prefix = prefix_of(body, endpoint, session, tokens)
 
-    def follow(self, room: Room | None, only: Engine | None) -> None:
+    def follow(self, room: Room | None) -> None:
         """Begin a transcript in *room*, if the stream can go on elsewhere."""
-        self.only = only
         if room is None:
             return
         self.refusal = refusal(self.endpoint, self._body, self.local_reason)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import aiohttp
 
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
-from vllm_commext.proxy.engines.choice import Chooser, Plan, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import NO_PREFIX, PREFILL, Engine, EnginePool, Latest, Prefix
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
+from vllm_commext.proxy.engines.choice import Chooser, Plan, least_work, orders_prompts, reads_load
+from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.outcome import (
@@ -26,20 +27,10 @@ from vllm_commext.proxy.outcome import (
     Mark,
     ProxyError,
     Route,
-    no_answer,
 )
 from vllm_commext.proxy.policy.load import Answer, Job
-from vllm_commext.proxy.session.failures import (
-    Deadline,
-    Opened,
-    Tries,
-    check_not_draining,
-    failures_of,
-    no_engine,
-    prefilled_params,
-    read_answer,
-    read_opening,
-)
+from vllm_commext.proxy.session import failures
+from vllm_commext.proxy.session.failures import Deadline, Opened, Tries
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.releases import Key, Releases
 from vllm_commext.proxy.session.transcript import Room
@@ -70,8 +61,8 @@ class Prefilled:
 
 @dataclass(eq=False)
 class Payload:
-    """Request to an engine. tokens: about those of the prompt. only: the one engine that can
-    answer. edit: removes from its first events what the client has not asked for."""
+    """Request to an engine. tokens: about those of the prompt. edit: removes from its first events
+    what the client has not asked for."""
 
     path: str
     headers: Mapping[str, str]
@@ -80,7 +71,6 @@ class Payload:
     prefix: Prefix = NO_PREFIX
     tries: Tries = field(default_factory=Tries)
     plan: Plan | None = None
-    only: Engine | None = None
     marks: list[Mark] = field(default_factory=list[Mark])
     edit: Callable[[bytes], bytes | None] | None = None
 
@@ -206,7 +196,7 @@ class Upstream:
 
         pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
-        others = others if payload.only is None else []
+        others = others if payload.tries.only is None else []
         tried, began = list(failed) if others else [], time.monotonic()
         wait = config.engine_wait_seconds
         opened = await self._ask(pool, config.decode_attempts, payload, ask, tried, wait)
@@ -234,14 +224,15 @@ class Upstream:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """As `fetch`, by any *method*; the caller bounds how many ask at a time."""
         seconds = self.config.health_timeout_seconds
-        engine = self.decode_pool.pick() or self.prefill_pool.pick()
-        if engine is None:
-            raise no_engine(self.decode_pool)
+        chosen = least_work(self.decode_pool) or least_work(self.prefill_pool)
+        if chosen is None:
+            raise failures.no_engine(self.decode_pool)
+        engine, _ = chosen
         url, bounds = engine.url + path, dict(self._bounds)
         bounds["timeout"] = aiohttp.ClientTimeout(total=seconds)
-        with failures_of(engine, seconds):
+        with failures.of(engine, seconds):
             async with self._session.request(method, url, headers=headers, **bounds) as response:
-                answer = await read_answer(engine, response)
+                answer = await failures.read_answer(engine, response)
                 return response.status, answer.headers, answer.body
 
     async def _ask(
@@ -271,7 +262,7 @@ class Upstream:
                     raise
                 failure = error
                 num_attempts -= error.kind != "draining"  # each engine says so once
-        raise failure or no_engine(pool)
+        raise failure or failures.no_engine(pool)
 
     async def _pick(
         self, pool: EnginePool, payload: Payload, tried: Sequence[Engine], wait_seconds: float
@@ -281,13 +272,13 @@ class Upstream:
         known which engine that leaves."""
         end = time.monotonic() + wait_seconds
         planned = payload.plan.engine(pool.role) if payload.plan is not None else None
-        others = [one for one in pool.engines if payload.only not in (None, one)]
+        others = [one for one in pool.engines if payload.tries.only not in (None, one)]
         chosen: tuple[Engine, int] | None = None
         if planned is not None and planned.usable and planned not in tried:
             chosen = planned, planned.memory.held_tokens(payload.prefix)
         has_lost = bool(payload.tries.losses.engines)
         while True:
-            chosen = chosen or pool.choose([*tried, *others], payload.prefix)
+            chosen = chosen or least_work(pool, [*tried, *others], payload.prefix)
             is_known = chosen is not None and not (has_lost and chosen[0].state.suspected)
             if is_known or time.monotonic() >= end:
                 break
@@ -310,7 +301,7 @@ class Upstream:
             if has_turns or is_repeated:
                 with (
                     engine.work.counted(tokens),
-                    failures_of(engine, seconds, payload.tries.losses, side),
+                    failures.of(engine, seconds, payload.tries.losses, side),
                     Deadline(seconds, engine.work.on_lost),
                 ):
                     taken = await engine.repeats.take(tokens) if is_repeated else 0
@@ -334,17 +325,17 @@ class Upstream:
         with (
             engine.work.counted(payload.tokens - held),
             self._computing(engine, payload, held) as job,
-            failures_of(engine, seconds, payload.tries.losses, PREFILL),
+            failures.of(engine, seconds, payload.tries.losses, PREFILL),
             Deadline(seconds, engine.work.on_lost),
         ):
             payload.mark(PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
             try:
-                answer = await read_answer(engine, response)
+                answer = await failures.read_answer(engine, response)
             finally:
                 response.close()
                 payload.mark(PREFILLED, engine)
-            params, cached = await prefilled_params(engine, response.status, answer)
+            params, cached = await failures.prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
             return params, cached, job
 
@@ -373,7 +364,7 @@ class Upstream:
 
             work.callback(forget)
             with (
-                failures_of(engine, seconds, payload.tries.losses),
+                failures.of(engine, seconds, payload.tries.losses),
                 Deadline(bound, engine.work.on_lost),
             ):
                 payload.mark(DECODE_ASKED, engine)
@@ -382,8 +373,8 @@ class Upstream:
                 work.callback(response.close)
                 if is_stream:
                     _bound_socket(response)
-                first, cutter = await read_opening(
-                    *(engine, response, payload.endpoint, payload.streams, payload.edit)
+                first, cutter = await failures.read_opening(
+                    *(engine, response, payload.endpoint.form, payload.streams, payload.edit)
                 )
             if response.status < 400:
                 engine.memory.note(payload.prefix)
@@ -428,7 +419,7 @@ class Upstream:
         url, headers = engine.url + payload.path, dict(payload.headers)
         headers["Content-Length"] = str(num_bytes)
         response = await self._session.post(url, data=content, headers=headers, **self._bounds)
-        check_not_draining(engine, response)
+        failures.check_not_draining(engine, response)
         return response
 
 
@@ -438,19 +429,5 @@ class Service:
     def __init__(self, upstream: Upstream, chooser: Chooser) -> None:
         self.upstream, self.chooser = upstream, chooser
         self.config, self.metrics = upstream.config, upstream.metrics
-        self.keepers = Latest[str, Engine]()
         self.room = Room(self.config.resume_bytes) if self.config.resume else None
         self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
-
-    def keeper(self, body: Mapping[str, Any]) -> Engine | None:
-        """Engine that keeps the answer which *body* goes on from; None: any. Raises
-        `ProxyError`."""
-        name, pool = body.get("previous_response_id"), self.upstream.decode_pool
-        engine = self.keepers.get(name) if isinstance(name, str) else None
-        if name is None or (engine is None and len(pool.engines) == 1):
-            return None
-        if engine is None:
-            raise no_answer(name, "this proxy knows no engine that has given it")
-        if not engine.usable or engine not in pool.members:
-            raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
-        return engine
