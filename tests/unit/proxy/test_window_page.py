@@ -97,7 +97,7 @@ async def test_requests_have_their_reason_and_timeline_and_hostile_names_are_tex
         await page.keyboard.press("Enter")
         detail = page.locator("#detail")
         await expect(detail).to_contain_text("first token")
-        await expect(detail).to_contain_text("handed over: expected")
+        await expect(detail).to_contain_text("two engines: expected")
         await expect(detail.locator("rect")).to_have_count(4)
         await expect(page.locator("img")).to_have_count(0)
         assert "secret" not in await page.content()
