@@ -22,8 +22,9 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
+from vllm_commext.proxy.engines.admin import AdminApp
 from vllm_commext.proxy.engines.choice import Chooser
-from vllm_commext.proxy.engines.discovery import AdminApp, Registry, Sources, read_places
+from vllm_commext.proxy.engines.discovery import Registry, Sources, read_places
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.http import access
 from vllm_commext.proxy.http.body import BodyBudget, Intake
@@ -204,8 +205,8 @@ class ProxyApp:
             if not self.config.client_priority and isinstance(intake.body, dict):
                 intake.body.pop("priority", None)
             with self.requests.admitted(request):
-                session = Session(self._service, request, intake, headers, outcome)
-                return await session.serve(request, intake)
+                session = Session(self._service, request, intake.body, headers, outcome)
+                return await session.serve(request, intake.num_bytes, intake.close)
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:

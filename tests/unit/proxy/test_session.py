@@ -126,11 +126,10 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
     )
     request: Any = SimpleNamespace(path=CHAT, headers={})
     body = {"messages": [], "stream": True}
-    intake: Any = SimpleNamespace(body=body, num_bytes=9, close=lambda: None)
     monkeypatch.setattr(session, "Relay", lambda *_: StoryRelay(story))
     monkeypatch.setattr(session, "response_to", lambda *_: None)
     monkeypatch.setattr(session, "Attempt", lambda *_, route: StoryAttempt(story))
-    return Session(service, request, intake, {}, Outcome("r"))
+    return Session(service, request, body, {}, Outcome("r"))
 
 
 seen: set[tuple[str, str]] = set()
@@ -148,7 +147,7 @@ async def serve(seed: int) -> None:
 
         monkeypatch.setattr(Life, "enter", entering)
         with suppress(ProxyError, ClientGoneError):
-            await one.serve(asked, SimpleNamespace(close=lambda: None, num_bytes=9))  # type: ignore
+            await one.serve(asked, 9, lambda: None)  # type: ignore
     assert one.life.phase is Phase.DONE
     assert set(taken) <= WAYS
     assert [new for _, new in taken[:-1]] == [old for old, _ in taken[1:]]

@@ -5,20 +5,14 @@ import ipaddress
 import json
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
-
-from aiohttp import web
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url, two_roles_error
 from vllm_commext.proxy.engines.pool import BOTH, ENGINE_ROLES, Engine, EnginePool
-from vllm_commext.proxy.http.access import answer_errors, bears_one_of, hide_software
-from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -35,9 +29,13 @@ MAX_CHANGED = 16
 
 
 def _check(places: Iterable[EngineEndpoint]) -> None:
-    """Raise `ConfigError` for an engine of two roles, or too many engines."""
+    """Raise `ConfigError` for an unknown role, an engine of two roles, or too many engines."""
     roles: dict[str, str] = {}
     for place in places:
+        if place.role not in ENGINE_ROLES:
+            raise ConfigError(
+                f"role: expected one of {', '.join(ENGINE_ROLES)}, got {place.role!r}"
+            )
         if roles.setdefault(place.url, place.role) != place.role:
             raise two_roles_error(place.url)
     if len(roles) > MAX_ENGINES:
@@ -64,6 +62,9 @@ class Registry:
     def engines(self) -> list[Engine]:
         found = (engine for pool in self.pools for engine in pool.engines)
         return list(dict.fromkeys(found))
+
+    def at(self, url: str) -> list[Engine]:
+        return [one for one in self.engines if one.url == url]
 
     def name(self, source: str, places: Iterable[EngineEndpoint]) -> None:
         """Have *source* name exactly *places*. Raises `ConfigError`, and changes nothing, if an
@@ -208,103 +209,3 @@ class Sources:
             self._complaints[source] = complaint
         else:
             self._complaints.pop(source, None)
-
-
-MAX_ADMIN_BODY_BYTES = 64 << 10
-MAX_WAIT_SECONDS = 3600
-POLL_SECONDS = 0.1
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class AdminApp:
-    """page: of the window, which holds nothing secret and asks for the token. state: its data."""
-
-    def __init__(self, registry: Registry, token: str, page: Handler, state: Handler) -> None:
-        self._registry, self._page, self._state = registry, page, state
-        self._token = token.encode()
-        self._places: frozenset[EngineEndpoint] = frozenset()
-        self._drained: frozenset[str] = frozenset()
-
-    def build(self) -> web.Application:
-        app = web.Application(
-            middlewares=[answer_errors, self._check_token], client_max_size=MAX_ADMIN_BODY_BYTES
-        )
-        app.on_response_prepare.append(hide_software)
-        app.router.add_get("/", self._page)
-        app.router.add_get("/state", self._state)
-        app.router.add_get("/engines", self._show)
-        app.router.add_post("/engines", self._add)
-        app.router.add_delete("/engines", self._remove)
-        app.router.add_post("/drain", self._drain)
-        app.router.add_post("/undrain", self._undrain)
-        return app
-
-    @web.middleware
-    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/" and not bears_one_of([self._token], request):
-            raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <admin token>")
-        try:
-            return await handler(request)
-        except ConfigError as error:
-            raise bad_request(str(error)) from error
-
-    async def _show(self, _: web.Request) -> web.Response:
-        return self._shown()
-
-    def _shown(self) -> web.Response:
-        return web.json_response({"engines": [one.as_json() for one in self._registry.engines]})
-
-    async def _add(self, request: web.Request) -> web.Response:
-        fields = await _fields(request, "role", "url")
-        if fields["role"] not in ENGINE_ROLES:
-            known = ", ".join(ENGINE_ROLES)
-            raise bad_request(f"role: expected one of {known}, got {fields['role']!r}")
-        others = frozenset(one for one in self._places if one.url != fields["url"])
-        added = EngineEndpoint(fields["role"], fields["url"])
-        return self._change(others | {added}, self._drained)
-
-    async def _remove(self, request: web.Request) -> web.Response:
-        url = (await _fields(request, "url"))["url"]
-        others = frozenset(place for place in self._places if place.url != url)
-        if others == self._places:
-            message = f"{url} was not added here; what the command line, a file or DNS names is "
-            raise bad_request(message + "removed there, or drained here")
-        return self._change(others, self._drained - {url})
-
-    async def _drain(self, request: web.Request) -> web.Response:
-        fields = await _fields(request, "url")
-        url, wait_seconds = fields["url"], fields.get("wait_seconds", 0)
-        if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
-            message = f"wait_seconds: expected 0 to {MAX_WAIT_SECONDS}, got {wait_seconds!r}"
-            raise bad_request(message)
-        if not self._at(url):
-            raise bad_request(f"{url} is none of the engines")
-        answer = self._change(self._places, self._drained | {url})
-        end = time.monotonic() + wait_seconds
-        while sum(one.work.in_flight for one in self._at(url)) and time.monotonic() < end:
-            await asyncio.sleep(POLL_SECONDS)
-            answer = self._shown()
-        return answer
-
-    def _at(self, url: str) -> list[Engine]:
-        return [one for one in self._registry.engines if one.url == url]
-
-    async def _undrain(self, request: web.Request) -> web.Response:
-        url = (await _fields(request, "url"))["url"]
-        return self._change(self._places, self._drained - {url})
-
-    def _change(self, places: frozenset[EngineEndpoint], drained: frozenset[str]) -> web.Response:
-        self._registry.name(ADMIN, sorted(places))
-        self._registry.drain(drained)
-        self._places, self._drained = places, drained
-        return self._shown()
-
-
-async def _fields(request: web.Request, *names: str) -> dict[str, Any]:
-    try:
-        content = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(content.get(n), str) for n in names):
-        raise bad_request(f"expected a JSON object with the strings {', '.join(names)}")
-    return {**content, "url": engine_url("url", content["url"])}

@@ -3,7 +3,7 @@
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import web
@@ -41,6 +41,8 @@ async def answer_errors(
         return await handler(request)
     except ProxyError as error:
         return _error_response(error)
+    except ConfigError as error:
+        return _error_response(bad_request(str(error)))
     except web.HTTPException as error:
         return _elsewhere(request, error)
     except ClientGoneError as gone:
@@ -86,34 +88,41 @@ def _error_response(error: ProxyError) -> web.Response:
     return web.Response(status=error.status, body=error.answer.body, headers=headers)
 
 
-def bears_one_of(keys: Iterable[bytes], request: web.Request) -> bool:
-    """Compare with every key, in a time that does not depend on them."""
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(given, b"Bearer " + key) for key in keys]  # all are compared
-    return any(matches)
+class Keys:
+    """One of *keys* is asked for, but for *open_paths*. kind: what they are, in words."""
+
+    _open_methods: tuple[str, ...] = ()
+
+    def __init__(self, keys: Iterable[str], open_paths: Collection[str], kind: str) -> None:
+        self._keys, self._open_paths, self._kind = [one.encode() for one in keys], open_paths, kind
+
+    @web.middleware
+    async def check(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Compare with every key, in a time that does not depend on them."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        matches = [hmac.compare_digest(given, b"Bearer " + key) for key in self._keys]
+        is_open = request.path in self._open_paths or request.method in self._open_methods
+        if not (is_open or any(matches)):
+            raise ProxyError(401, "unauthorized", f"expected Authorization: Bearer <{self._kind}>")
+        return await handler(request)
 
 
-class ApiKeys:
+class ApiKeys(Keys):
     """The keys of a file, one a line; lines that begin with # are left out."""
+
+    _open_methods = ("OPTIONS",)  # browsers send no key with what they ask before a request
 
     def __init__(self, path: str) -> None:
         try:
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: expected a file of API keys, got {error}") from error
-        self._keys = [line.encode() for line in lines if line and not line.startswith("#")]
-        if not self._keys:
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
             raise ConfigError(f"{path}: expected at least one API key, one a line, got none")
-
-    @web.middleware
-    async def check(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        # Browsers send no key with what they ask before a request.
-        is_open = request.path in OPEN_PATHS or request.method == "OPTIONS"
-        if not (is_open or bears_one_of(self._keys, request)):
-            raise ProxyError(401, "unauthorized", "expected Authorization: Bearer <API key>")
-        return await handler(request)
+        super().__init__(keys, OPEN_PATHS, "API key")
 
 
 def log_access(request: web.Request, outcome: Outcome) -> None:

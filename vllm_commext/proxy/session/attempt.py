@@ -9,19 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_commext.proxy import outcome
 from vllm_commext.proxy.engines.choice import Plan
 from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, SideChannel
-from vllm_commext.proxy.outcome import (
-    DIRECT,
-    ENGINES_LOST,
-    LOCAL_PREFILL,
-    STREAMED,
-    TWO_STEP,
-    AtOnce,
-    LocalPrefill,
-    ProxyError,
-    Route,
-)
+from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, ProxyError, Route
 from vllm_commext.proxy.session import two_step
 from vllm_commext.proxy.session.failures import Opened, Tries, is_dead
 from vllm_commext.proxy.session.two_step import Asked, decode_body
@@ -183,7 +174,7 @@ class Attempt:
     def choose(self) -> None:
         asked, tries = self._asked, self._tries
         is_split = asked.endpoint.is_split
-        self.route.path = self.route.path if is_split else DIRECT
+        self.route.path = self.route.path if is_split else outcome.DIRECT
         if not asked.endpoint.computes or tries.only is not None:
             return
         self.plan = self._service.chooser.plan(
@@ -219,14 +210,14 @@ class Attempt:
         if prefilled is not None and not self._has_reader(prefilled.engine):
             self.release()
             metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
-        self.route.path = LOCAL_PREFILL
+        self.route.path = outcome.LOCAL_PREFILL
         return None
 
     async def decode(self, changes: Mapping[str, Any]) -> Opened:
         """A decode engine's answer. *changes*: of the body."""
         prefilled, body, tries = self._prefilled, {**self._asked.body, **changes}, self._tries
         if prefilled is not None and prefilled.kv_transfer_params is not None:
-            self.route.path, self.route.prefill = TWO_STEP, prefilled.engine.name
+            self.route.path, self.route.prefill = outcome.TWO_STEP, prefilled.engine.name
             body = two_step.decode_body(body, prefilled.kv_transfer_params)
             self._source = prefilled.engine
         opened = await self._decode(body, self._avoided())
@@ -327,7 +318,7 @@ class Attempt:
     async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:
         """Answer of a decode engine that was asked at once; None to ask it again with the prefill's
         answer."""
-        self.route.path, self.route.prefill = STREAMED, stream.source
+        self.route.path, self.route.prefill = outcome.STREAMED, stream.source
         opened = await stream.opened()
         if isinstance(opened, ProxyError):
             if prefilled is None or not opened.can_restart:
@@ -350,7 +341,7 @@ class Attempt:
                     *(payload, failed, stream.prefill_payload, stream.outlives)
                 )
             except ProxyError as error:
-                is_final = error.kind in (ENGINES_LOST, "overloaded")
+                is_final = error.kind in (outcome.ENGINES_LOST, "overloaded")
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")

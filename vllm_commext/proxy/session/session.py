@@ -9,14 +9,13 @@ stream can go on where it was.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.http.body import Intake
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.attempt import Attempt, Service, read_from
 from vllm_commext.proxy.session.failures import Opened, Tries, side_of
@@ -30,19 +29,19 @@ LOOK_SECONDS = 0.2
 
 
 class Session:
-    """*intake* has the request's whole body. Raises `ProxyError`."""
+    """*body*: the whole of it, parsed. Raises `ProxyError`."""
 
     def __init__(
         self,
         service: Service,
         request: web.Request,
-        intake: Intake,
+        body: Any,
         headers: Mapping[str, str],
         outcome: Outcome,
     ) -> None:
         self._service, self._outcome, self.life = service, outcome, Life(outcome.route.marks)
         self._asked = asked = Asked(
-            *(request, intake.body, headers),
+            *(request, body, headers),
             *(service.config.min_prompt_tokens, service.config.affinity),
         )
         outcome.prompt_tokens = asked.tokens
@@ -54,14 +53,17 @@ class Session:
         self._leaving: Leaving | None = None
         self._relay: Relay
 
-    async def serve(self, request: web.Request, intake: Intake) -> web.StreamResponse:
-        """Answer *request*. Raises `ProxyError` and `ClientGoneError`."""
+    async def serve(
+        self, request: web.Request, num_bytes: int, let_go: Callable[[], None]
+    ) -> web.StreamResponse:
+        """*let_go* of the body, of *num_bytes*, when an answer begins. Raises `ProxyError` and
+        `ClientGoneError`."""
         try:
             try:
                 opened = self._opened = await self._open()
-                await self._asked.forget(intake.num_bytes)
+                await self._asked.forget(num_bytes)
             finally:
-                intake.close()
+                let_go()
             return await self._answer(request, opened)
         finally:
             self.life.enter(Phase.DONE)

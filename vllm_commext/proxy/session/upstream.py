@@ -12,22 +12,14 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from vllm_commext.proxy import outcome
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.choice import Chooser, Plan, least_work, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
-from vllm_commext.proxy.outcome import (
-    DECODE_ANSWERS,
-    DECODE_ASKED,
-    PREFILL_ASKED,
-    PREFILLED,
-    Cached,
-    Mark,
-    ProxyError,
-    Route,
-)
+from vllm_commext.proxy.outcome import Cached, Mark, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session import failures
 from vllm_commext.proxy.session.failures import Deadline, Opened, Tries
@@ -328,13 +320,13 @@ class Upstream:
             failures.of(engine, seconds, payload.tries.losses, PREFILL),
             Deadline(seconds, engine.work.on_lost),
         ):
-            payload.mark(PREFILL_ASKED, engine)
+            payload.mark(outcome.PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
             try:
                 answer = await failures.read_answer(engine, response)
             finally:
                 response.close()
-                payload.mark(PREFILLED, engine)
+                payload.mark(outcome.PREFILLED, engine)
             params, cached = await failures.prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
             return params, cached, job
@@ -367,9 +359,9 @@ class Upstream:
                 failures.of(engine, seconds, payload.tries.losses),
                 Deadline(bound, engine.work.on_lost),
             ):
-                payload.mark(DECODE_ASKED, engine)
+                payload.mark(outcome.DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
-                payload.mark(DECODE_ANSWERS, engine)
+                payload.mark(outcome.DECODE_ANSWERS, engine)
                 work.callback(response.close)
                 if is_stream:
                     _bound_socket(response)

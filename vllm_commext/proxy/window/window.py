@@ -18,8 +18,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.discovery import Registry
-from vllm_commext.proxy.engines.pool import Engine
+from vllm_commext.proxy.engines.discovery import Engine, Registry
 from vllm_commext.proxy.outcome import Outcome, parts_of
 
 LOOK_SECONDS = 1.0
