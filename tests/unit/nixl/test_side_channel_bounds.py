@@ -4,6 +4,7 @@ whole."""
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SideChannelServer,
 @pytest.fixture
 def port(served: tuple[SideChannelServer, int]) -> int:
     return served[1]
+
+
+def test_no_connection_waits_for_a_wider_table_of_descriptors(port: int) -> None:
+    _, status = Path("/proc/self/status").read_text().split("FDSize:")
+    assert int(status.split()[0]) >= 2 * listener._max_connections()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ the address that has the most.
 """
 
 import contextlib
+import fcntl
 import ipaddress
 import math
 import resource
@@ -84,6 +85,9 @@ class Listener:
         self._answer = answer
         self._forget = forget
         self._max_connections = _max_connections()
+        # Widen the table of descriptors now: with threads, each doubling stops one for over 10 ms.
+        with contextlib.suppress(OSError):  # that one is taken
+            socket.close(fcntl.fcntl(bound, fcntl.F_DUPFD_CLOEXEC, 2 * self._max_connections - 1))
         self._connections: dict[socket.socket, Connection] = {}
         # Those that may hold another message which has come already.
         self._unread: dict[Connection, None] = {}
@@ -117,8 +121,7 @@ class Listener:
     def turn(self, seconds: float) -> None:
         """Wait for at most so long, and answer one message of each that has sent some; those that
         have sent the fewest first."""
-        wait = min(seconds, self._next_sweep - time.monotonic())
-        wait = 0.0 if self._unread else max(wait, 0.0)
+        wait = 0.0 if self._unread else max(min(seconds, self._next_sweep - time.monotonic()), 0.0)
         events = self._selector.select(None if wait == math.inf else wait)
         begun = time.monotonic()
         ready = dict.fromkeys(self._unread)
@@ -192,14 +195,11 @@ class Listener:
         if not had_begun:
             connection.since = time.monotonic()
         if not connection.is_greeted:
-            self._greet(connection)
+            connection.is_greeted = True
+            with contextlib.suppress(OSError):  # it may have gone
+                connection.socket.send(zmtp.opening(zmtp.ROUTER))
         connection.decoder.feed(data)
         return connection.decoder.take()
-
-    def _greet(self, connection: Connection) -> None:
-        connection.is_greeted = True
-        with contextlib.suppress(OSError):  # it may have gone
-            connection.socket.send(zmtp.opening(zmtp.ROUTER))
 
     def _flush(self, connection: Connection) -> None:
         out = connection.out
