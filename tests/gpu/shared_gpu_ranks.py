@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from tests.kit.gpu_ranks import checks_of, run_checks
+from tests.unit.allreduce.push_emulation import in_order_of_ranks
 from vllm_commext.allreduce.fused import layout as fused_layout
 from vllm_commext.allreduce.fused import op as fused_op
 from vllm_commext.allreduce.fused.kernels import FusedKernels, Operands, PushFused
@@ -57,20 +58,12 @@ class Rank:
         return made
 
 
-def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in the order of ranks, in float32, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
 def check_all_reduce(rank: Rank) -> Figures:
     """Every bit that of a sum in the order of ranks, whatever else is in the batch."""
     batches = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         parts = rank.parts(dtype)
-        want, mine = in_order(parts), parts[rank.rank]
+        want, mine = in_order_of_ranks(parts), parts[rank.rank]
         for begin, end in ((0, ROWS), *SPLITS):
             rows = mine[begin:end].contiguous()
             assert rank.push.takes(Message(tuple(rows.shape), str(dtype).removeprefix("torch.")))
@@ -90,7 +83,7 @@ def check_fused(rank: Rank) -> Figures:
         dice = torch.Generator("cuda").manual_seed(1)
         weight = torch.rand(HIDDEN, device="cuda", generator=dice)
         old = torch.randn((ROWS, HIDDEN), device="cuda", generator=dice).to(dtype)
-        want = (in_order(parts).float() + old.float()).to(dtype)
+        want = (in_order_of_ranks(parts).float() + old.float()).to(dtype)
         whole: torch.Tensor | None = None
         kernels: set[str] = set()
         for begin, end in ((0, ROWS), *SPLITS):

@@ -4,12 +4,12 @@ import json
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit.inquiry import wait_for
 from vllm_commext.cli import checks as table
 from vllm_commext.cli import doctor, main
 from vllm_commext.cli.report import Check, Found, Level, Row, as_text, exit_status
@@ -86,10 +86,7 @@ def test_a_hanging_probe_is_ended_with_its_children(
     (check,) = doctor.run_guarded("gpu", timeout_seconds=1)
     assert check.value == "no answer within 1 s"
     assert check.level is Level.ERROR
-    deadline = time.monotonic() + 60
-    while is_running(int(pid_file.read_text())):
-        assert time.monotonic() < deadline, "the probe's child still runs"
-        time.sleep(0.01)
+    wait_for(lambda: not is_running(int(pid_file.read_text())))
 
 
 def is_running(pid: int) -> bool:

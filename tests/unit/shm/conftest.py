@@ -6,7 +6,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,6 @@ def unshared(*options: str) -> tuple[str, ...]:
     if not shutil.which("unshare") or subprocess.run([*words, "true"], check=False).returncode:
         pytest.skip("this machine does not let us make namespaces")
     return words
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.inquiry import wait_for
 from tests.kit.threads import in_thread
 from vllm_commext.errors import ProtocolError
 from vllm_commext.shm.queue import MessageQueue
 from vllm_commext.shm.ring import next_steps
-
-from .conftest import until
 
 
 def make(n_reader: int = 1, **options: Any) -> tuple[MessageQueue, list[MessageQueue]]:
@@ -95,7 +94,7 @@ def test_a_long_wait_names_who_is_waited_for(
         writer.enqueue(b"x" * 200_000)  # all that may be under way
         record = os.urandom(300_000)
         thread, results = in_thread(lambda: writer.enqueue(record))
-        until(lambda: "has not read" in caplog.text)
+        wait_for(lambda: "has not read" in caplog.text)
         assert reader.dequeue(timeout=60) == b"x" * 200_000
         assert reader.dequeue(timeout=60) == record  # begun before the lines, and not begun again
         thread.join(10)
@@ -128,7 +127,7 @@ def test_who_has_not_come_is_told_and_not_who_has(
     readers = [MessageQueue.create_from_handle(writer.export_handle(), 0)]
     with caplog.at_level(logging.INFO, "vllm.commext.shm"):
         thread, results = in_thread(writer.wait_until_ready)
-        until(lambda: "has not come" in caplog.text)
+        wait_for(lambda: "has not come" in caplog.text)
     lines = [entry.getMessage() for entry in caplog.records]
     assert lines[0].startswith("reader 1 (not attached, at message 0) has not come")
     readers.append(MessageQueue.create_from_handle(writer.export_handle(), 1))

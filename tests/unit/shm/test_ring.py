@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.inquiry import wait_for
 from tests.kit.threads import in_thread
 from vllm_commext.errors import CommextTimeoutError, ProtocolError
 from vllm_commext.shm.ring import (
@@ -19,8 +20,6 @@ from vllm_commext.shm.ring import (
     RingWriter,
 )
 from vllm_commext.shm.segment import segment_bytes
-
-from .conftest import until
 
 CAPACITY = 4096
 
@@ -33,7 +32,7 @@ def make(n_readers: int = 1, capacity: int = CAPACITY) -> tuple[RingWriter, list
 
 
 def until_asleep(end: RingReader | RingWriter) -> None:
-    until(lambda: end.counters()["sleeps"])
+    wait_for(lambda: end.counters()["sleeps"])
 
 
 @pytest.mark.parametrize(
