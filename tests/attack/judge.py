@@ -1,10 +1,11 @@
 """Runs one attack and judges it: what others wait, what the victim's memory grows by, and whether
 everything is free again soon after the attacker has gone.
 
-A request's wait is judged without the time in which the machine gave the processes that serve it
-no processor (`run_delay` of ``/proc/PID/schedstat``), but never as less than the processor time
-that the victim took meanwhile. Both are printed, and an attack during which the machine has taken
-more than the bound is run once more.
+A request's wait is judged without the time in which the machine gave the processes that serve it,
+or its client, no processor (`run_delay` of ``/proc/PID/schedstat``).  Such times may overlap, so it
+is never judged as less than the processor time that the victim took while the client could run: a
+client sleeps until its answer comes.  Both are printed, and an attack during which the machine has
+taken more than the bound is run once more.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ class Waits:
         return sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else 0.0
 
     def ask(self, victim: Victim) -> None:
-        (worked, stolen), began = _times(victim), time.monotonic()
+        before, began = _times(victim), time.monotonic()
         try:
             victim.honest()
         except (OSError, HTTPException, ValueError, CommextError) as error:
             self.failures.append(f"{type(error).__name__}: {error}"[:200])
-        self.seconds.append(time.monotonic() - began)
-        now = _times(victim)
-        self.own.append(max(self.seconds[-1] + stolen - now[1], now[0] - worked))
+        self.seconds.append(waited := time.monotonic() - began)
+        worked, delayed, late = map(float.__sub__, _times(victim), before)
+        self.own.append(max(waited - delayed - late, min(worked, waited - late)))
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,9 @@ def _status_kib(pid: int, name: str) -> int:
     raise ValueError(f"expected {name} in /proc/{pid}/status: is the process a zombie?")
 
 
-def _times(victim: Victim) -> tuple[float, float]:
-    """Seconds in which the victim's main thread ran, and in which those of whoever serves could
-    have run, and did not."""
+def _times(victim: Victim) -> tuple[float, float, float]:
+    """Seconds in which the victim's main thread ran, in which those of whoever serves could have
+    run and did not, and in which this client could have and did not."""
     files = [Path(f"/proc/{one}/schedstat").read_text() for one in (*victim.serving, "self")]
-    return int(files[0].split()[0]) / 1e9, sum(int(file.split()[1]) for file in files) / 1e9
+    *delays, late = [int(file.split()[1]) / 1e9 for file in files]
+    return int(files[0].split()[0]) / 1e9, sum(delays), late

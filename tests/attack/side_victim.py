@@ -59,8 +59,9 @@ class SideVictim:
 
     @property
     def serving(self) -> Sequence[int]:
-        """The thread that answers, by its own number."""
-        return [self.thread]
+        """The thread that answers, by its own number, and the one it shares its interpreter's lock
+        with: that one may hold the lock while the machine gives it no core."""
+        return [self.thread, self.pid]
 
     def ask(self) -> WorkerDescription:
         """A handshake on a connection of its own."""
@@ -141,6 +142,8 @@ def _take_steps(listener: Listener, table: OfferTable) -> None:
 
 
 def _serve(port: int, secret: bytes | None, kind: str) -> None:
+    from vllm.utils.gc_utils import freeze_gc_heap
+
     from vllm_commext.nixl.config import ConnectorConfig
     from vllm_commext.nixl.prefill.leases import LeaseManager
     from vllm_commext.nixl.prefill.side_channel import SideChannelServer
@@ -163,6 +166,7 @@ def _serve(port: int, secret: bytes | None, kind: str) -> None:
         *(secret, lambda: False, StreamDirectory()),
         blocks=(table := OfferTable([np.zeros(256 * 1100, dtype=np.uint64)])),
     )
+    freeze_gc_heap()  # as vLLM's engine does at the end of its start
     wakeup, listener = WakeupSocket(num_workers=2), Listener(f"\0commext-attack-{port}")
     sys.stdout.write(f"{_READY} {server._thread.native_id} {wakeup.address}\n")
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """One asker of a side channel that a test drives step by step."""
 
 import contextlib
+import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,6 +49,11 @@ class Inquiry:
         self._look()
         return self.channel.is_open
 
+    def wait(self) -> None:
+        """Sleep until something comes, or it is time to look."""
+        poller = select.poll()
+        poller.poll(1000 * self.channel.wait_by(poller, time.monotonic()))
+
     def close(self) -> None:
         self.channel.close()
 
@@ -58,12 +64,12 @@ class Inquiry:
 def ask(host: str, port: int, request: wire.AnyRequest, secret: bytes | None = None) -> Any:
     """The answer to one question."""
     with contextlib.closing(Inquiry(host, port, request, secret)) as inquiry:
-        return wait_for(inquiry.poll)
+        return wait_for(inquiry.poll, inquiry.wait)
 
 
-def wait_for(look: Callable[[], Any]) -> Any:
+def wait_for(look: Callable[[], Any], wait: Callable[[], None] = lambda: time.sleep(0.0005)) -> Any:
     deadline = time.monotonic() + BOUND_SECONDS
     while not (found := look()):
         assert time.monotonic() < deadline, "nothing came in time"
-        time.sleep(0.0005)
+        wait()
     return found
