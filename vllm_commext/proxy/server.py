@@ -95,7 +95,7 @@ class Ledger:
 
     def __init__(self, config: ProxyConfig, limits: Limits, registry: Registry) -> None:
         self._config, self.metrics = config, ProxyMetrics(registry.pools)
-        self.window = Window(limits, registry, self.metrics.streams_counted)
+        self.window = Window(limits, lambda: registry.engines, self.metrics.streams_counted)
         self.trace: Trace | None = None
 
     @asynccontextmanager
@@ -205,8 +205,9 @@ class ProxyApp:
             if not self.config.client_priority and isinstance(intake.body, dict):
                 intake.body.pop("priority", None)
             with self.requests.admitted(request):
-                session = Session(self._service, request, intake.body, headers, outcome)
-                return await session.serve(request, intake.num_bytes, intake.close)
+                return await Session(self._service, outcome).serve(
+                    *(request, intake.body, headers, intake.num_bytes, intake.close)
+                )
 
     @contextmanager
     def _counted(self, request: web.Request, outcome: Outcome) -> Iterator[None]:

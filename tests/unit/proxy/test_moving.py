@@ -14,7 +14,7 @@ from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session import failures, session, upstream
+from vllm_commext.proxy.session import session, upstream
 from vllm_commext.proxy.session.failures import end_tasks
 from vllm_commext.proxy.session.transcript import ANSWER
 
@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
         has_ended.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(failures, "end_tasks", wait_long)
+    monkeypatch.setattr(session, "end_tasks", wait_long)
     engines = Engines(COMPLETIONS)
     async with kit.cluster(num_decode=2) as cluster:
         first, prefill = cluster.decode[0], cluster.prefill[0]

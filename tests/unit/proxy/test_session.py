@@ -124,12 +124,10 @@ def begun(story: Story, monkeypatch: pytest.MonkeyPatch) -> Session:
         upstream=upstream,
         bulk=None,
     )
-    request: Any = SimpleNamespace(path=CHAT, headers={})
-    body = {"messages": [], "stream": True}
     monkeypatch.setattr(session, "Relay", lambda *_: StoryRelay(story))
     monkeypatch.setattr(session, "response_to", lambda *_: None)
     monkeypatch.setattr(session, "Attempt", lambda *_, route: StoryAttempt(story))
-    return Session(service, request, body, {}, Outcome("r"))
+    return Session(service, Outcome("r"))
 
 
 seen: set[tuple[str, str]] = set()
@@ -147,7 +145,8 @@ async def serve(seed: int) -> None:
 
         monkeypatch.setattr(Life, "enter", entering)
         with suppress(ProxyError, ClientGoneError):
-            await one.serve(asked, 9, lambda: None)  # type: ignore
+            body = {"messages": [], "stream": True}
+            await one.serve(asked, body, {}, 9, lambda: None)  # type: ignore
     assert one.life.phase is Phase.DONE
     assert set(taken) <= WAYS
     assert [new for _, new in taken[:-1]] == [old for old, _ in taken[1:]]

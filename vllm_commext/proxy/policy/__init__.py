@@ -1,1 +1,1 @@
-"""Where a request is prefilled and decoded. Pure."""
+"""Where a request is prefilled and decoded, and when. No I/O."""

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -89,41 +89,6 @@ class Lost(NamedTuple):
 
 
 End = Ended | Left | Lost
-
-
-@dataclass(eq=False)
-class Leaving:
-    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was
-    stopped goes on."""
-
-    opened: Opened
-    work: Callable[["Leaving"], Coroutine[Any, Any, None]]
-    has_gone_on: asyncio.Event = field(default_factory=asyncio.Event)
-    _task: asyncio.Task[None] | None = None
-
-    def __post_init__(self) -> None:
-        self.engine = self.opened.engine
-
-    def watch(self) -> None:
-        self.engine.work.on_drain.add(self._begin)
-        if self.engine.state.is_emptied:
-            self._begin()
-
-    def forget(self) -> None:
-        self.engine.work.on_drain.discard(self._begin)
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._task is not None and not self._task.done() and not self.has_gone_on.is_set()
-
-    async def end(self) -> None:
-        self.forget()
-        if self._task is not None:
-            await failures.end_tasks([self._task])
-
-    def _begin(self) -> None:
-        self.forget()
-        self._task = asyncio.create_task(self.work(self))
 
 
 @dataclass(eq=False)

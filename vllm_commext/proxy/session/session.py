@@ -9,17 +9,17 @@ stream can go on where it was.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.attempt import Attempt, Service, read_from
-from vllm_commext.proxy.session.failures import Opened, Tries, side_of
-from vllm_commext.proxy.session.relay import Ended, Leaving, Left, Relay, response_to
+from vllm_commext.proxy.session.failures import Opened, Tries, end_tasks, side_of
+from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
 from vllm_commext.proxy.session.two_step import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -28,36 +28,70 @@ PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
 
 
-class Session:
-    """*body*: the whole of it, parsed. Raises `ProxyError`."""
+@dataclass(eq=False)
+class Leaving:
+    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was
+    stopped goes on."""
 
-    def __init__(
-        self,
-        service: Service,
-        request: web.Request,
-        body: Any,
-        headers: Mapping[str, str],
-        outcome: Outcome,
-    ) -> None:
+    opened: Opened
+    work: Callable[["Leaving"], Coroutine[Any, Any, None]]
+    has_gone_on: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.engine = self.opened.engine
+
+    def watch(self) -> None:
+        self.engine.work.on_drain.add(self._begin)
+        if self.engine.state.is_emptied:
+            self._begin()
+
+    def forget(self) -> None:
+        self.engine.work.on_drain.discard(self._begin)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._task is not None and not self._task.done() and not self.has_gone_on.is_set()
+
+    async def end(self) -> None:
+        self.forget()
+        if self._task is not None:
+            await end_tasks([self._task])
+
+    def _begin(self) -> None:
+        self.forget()
+        self._task = asyncio.create_task(self.work(self))
+
+
+class Session:
+    def __init__(self, service: Service, outcome: Outcome) -> None:
         self._service, self._outcome, self.life = service, outcome, Life(outcome.route.marks)
-        self._asked = asked = Asked(
-            *(request, body, headers),
-            *(service.config.min_prompt_tokens, service.config.affinity),
-        )
-        outcome.prompt_tokens = asked.tokens
-        asked.follow(service.room)
-        before = None if asked.endpoint.is_split else asked.body.get("previous_response_id")
-        self._tries = Tries(None if before is None else service.chooser.keeper(before))
+        self._asked: Asked
+        self._tries: Tries
         self._attempt: Attempt  # the latest
         self._opened: Opened | None = None
         self._leaving: Leaving | None = None
         self._relay: Relay
 
     async def serve(
-        self, request: web.Request, num_bytes: int, let_go: Callable[[], None]
+        self,
+        request: web.Request,
+        body: Any,
+        headers: Mapping[str, str],
+        num_bytes: int,
+        let_go: Callable[[], None],
     ) -> web.StreamResponse:
-        """*let_go* of the body, of *num_bytes*, when an answer begins. Raises `ProxyError` and
-        `ClientGoneError`."""
+        """*let_go* of the parsed *body*, of *num_bytes*, when an answer begins. Raises `ProxyError`
+        and `ClientGoneError`."""
+        service = self._service
+        self._asked = asked = Asked(
+            *(request, body, headers),
+            *(service.config.min_prompt_tokens, service.config.affinity),
+        )
+        self._outcome.prompt_tokens = asked.tokens
+        asked.follow(service.room)
+        before = None if asked.endpoint.is_split else asked.body.get("previous_response_id")
+        self._tries = Tries(None if before is None else service.chooser.keeper(before))
         try:
             try:
                 opened = self._opened = await self._open()

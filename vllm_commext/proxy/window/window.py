@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.discovery import Engine, Registry
+from vllm_commext.proxy.engines.pool import Engine
 from vllm_commext.proxy.outcome import Outcome, parts_of
 
 LOOK_SECONDS = 1.0
@@ -192,9 +192,12 @@ class Window:
     `COUNTED` so far."""
 
     def __init__(
-        self, limits: Limits, registry: Registry, counted: Callable[[], Counter[str]]
+        self,
+        limits: Limits,
+        engines: Callable[[], Iterable[Engine]],
+        counted: Callable[[], Counter[str]],
     ) -> None:
-        self._registry, self._counted = registry, counted
+        self._engines, self._counted = engines, counted
         self._history = History(limits, time.time())
         self._views: dict[Engine, EngineView] = {}
         self._latest, self._troubled = (
@@ -230,7 +233,7 @@ class Window:
     def look(self, now: float) -> None:
         self._state = b""
         self._history.advance(now)
-        engines, views = self._registry.engines, self._views
+        engines, views = self._engines(), self._views
         self._views = {one: views.get(one) or EngineView(now) for one in engines}
         for engine, view in self._views.items():
             if view.look(engine, now):
