@@ -507,3 +507,41 @@ class Intake:
         if len(raw) <= LARGE_BODY_BYTES:
             return await in_steps(taking_apart)
         return await in_steps(taking_apart, self._budget.turns, STEP_SECONDS)
+
+
+OWN_IDS = "prompt_token_ids"
+"""The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""
+MAX_SMALL_BYTES = 2 << 20
+
+
+def checked_body(body: Any) -> dict[str, Any]:
+    """Check a client's *body*. Raises `ProxyError` 400."""
+    if not isinstance(body, dict):
+        raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
+    own = body.get("kv_transfer_params") or {}
+    if not isinstance(own, dict):
+        raise bad_request("kv_transfer_params: expected an object")
+    if own and set(own) != {OWN_IDS}:
+        raise bad_request(
+            "kv_transfer_params is what this proxy sets to bring the two engines together: "
+            f"expected {OWN_IDS} alone, got {sorted(own)[:8]}; remove the others from the request, "
+            "or talk to the engines directly"
+        )
+    sampling = body.get("sampling_params")
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    for name, value in (
+        (OWN_IDS, own),
+        ("vllm_xargs", body.get("vllm_xargs")),
+        ("extra_args", extra),
+    ):
+        if value:
+            _check_small(name, value)
+        if isinstance(value, dict) and "kv_transfer_params" in value:
+            raise bad_request(f"expected {name} without kv_transfer_params, which this proxy sets")
+    return body
+
+
+def _check_small(name: str, value: Any) -> None:
+    inner = value.values() if isinstance(value, dict) else (value,)
+    if sum([len(one.text) for one in inner if isinstance(one, RawJson)]) > MAX_SMALL_BYTES:
+        raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")

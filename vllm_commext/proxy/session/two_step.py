@@ -13,9 +13,9 @@ from aiohttp import web
 
 from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, NO_PREFIX, Prefix
 from vllm_commext.proxy.http import endpoints
-from vllm_commext.proxy.http.body import LENGTHS, RawJson, compacted, encode, in_steps
+from vllm_commext.proxy.http.body import LENGTHS, RawJson, checked_body, compacted, encode, in_steps
 from vllm_commext.proxy.http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint
-from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume, bad_request
+from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume
 from vllm_commext.proxy.session.transcript import Room, Transcript
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
@@ -25,46 +25,10 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 # A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
 # the token itself is thrown away.
 _NOT_FOR_PREFILL = ("stop_token_ids",)
-OWN_IDS = "prompt_token_ids"
-"""The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""
-MAX_SMALL_BYTES = 2 << 20
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
 SESSION_HEADER = "X-Session-ID"
 MIN_LEFT = 16
 """An answer with fewer tokens left is not moved."""
-
-
-def checked_body(body: Any) -> dict[str, Any]:
-    """Check a client's *body*. Raises `ProxyError` 400."""
-    if not isinstance(body, dict):
-        raise bad_request(f"expected a JSON object as body, got {type(body).__name__}")
-    own = body.get("kv_transfer_params") or {}
-    if not isinstance(own, dict):
-        raise bad_request("kv_transfer_params: expected an object")
-    if own and set(own) != {OWN_IDS}:
-        raise bad_request(
-            "kv_transfer_params is what this proxy sets to bring the two engines together: "
-            f"expected {OWN_IDS} alone, got {sorted(own)[:8]}; remove the others from the request, "
-            "or talk to the engines directly"
-        )
-    sampling = body.get("sampling_params")
-    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    for name, value in (
-        (OWN_IDS, own),
-        ("vllm_xargs", body.get("vllm_xargs")),
-        ("extra_args", extra),
-    ):
-        if value:
-            _check_small(name, value)
-        if isinstance(value, dict) and "kv_transfer_params" in value:
-            raise bad_request(f"expected {name} without kv_transfer_params, which this proxy sets")
-    return body
-
-
-def _check_small(name: str, value: Any) -> None:
-    inner = value.values() if isinstance(value, dict) else (value,)
-    if sum([len(one.text) for one in inner if isinstance(one, RawJson)]) > MAX_SMALL_BYTES:
-        raise bad_request(f"expected {name} of at most {MAX_SMALL_BYTES} bytes")
 
 
 def reason_against_both(body: Mapping[str, Any]) -> AtOnce | None:
