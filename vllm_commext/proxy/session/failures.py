@@ -13,17 +13,10 @@ from typing import Any, Self
 import aiohttp
 
 from vllm_commext.drain import HEADER
+from vllm_commext.proxy import outcome
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http import answers
-from vllm_commext.proxy.outcome import (
-    ENGINES_LOST,
-    Cached,
-    EngineAnswer,
-    ProxyError,
-    complaints,
-    lack,
-    reason_of,
-)
+from vllm_commext.proxy.outcome import Cached, EngineAnswer, ProxyError, complaints
 from vllm_commext.proxy.policy.load import Answer
 
 OnLost = set[Callable[[], None]]
@@ -139,7 +132,7 @@ class Losses:
             f"{names} lost with this request, {len(self.engines)} times: it may be what ends "
             f"engines, and is tried at no other one. The last time: {error}"
         )
-        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
+        return ProxyError(502, outcome.ENGINES_LOST, message, side=error.side, engine=error.engine)
 
 
 @dataclass(eq=False)
@@ -225,12 +218,12 @@ def meaning_of(
 ) -> ProxyError:
     """Translate *error*; suspect the engine, unless the request has lost others before."""
     name, side = engine.name, side or side_of(engine)
-    if lacked := lack(error):
+    if lacked := outcome.lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
         complaints.warning("descriptors", message)
         return ProxyError(503, "overloaded", message)
     if isinstance(error, _CANNOT_CONNECT):
-        message = f"could not connect to {name}: {reason_of(error)}"
+        message = f"could not connect to {name}: {outcome.reason_of(error)}"
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:
             engine.refuse(f"a request {message}")
         else:
@@ -244,7 +237,8 @@ def meaning_of(
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
-        message = f"{name} closed the connection before its answer was complete: {reason_of(error)}"
+        why = outcome.reason_of(error)
+        message = f"{name} closed the connection before its answer was complete: {why}"
     more = {"side": side, "can_retry": side == PREFILL, "can_restart": True}
     lost = _failure(engine, 502, "lost", message, **more)
     meant = lost if losses is None else losses.note(lost)

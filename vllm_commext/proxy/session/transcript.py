@@ -1,25 +1,25 @@
 """Keeps a stream's token ids and text, so that it can go on at another decode engine. Pure.
 
-An engine goes on after the ids it is given, or begins again. What comes is compared with what the
-client has, token by token and letter by letter.
+An engine goes on after the ids it is given, or begins again. Then `Replay` compares what comes with
+what the client has.
 """
 
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.http.answers import DONE
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
 
 ANSWER, PIECES, TELLS = "answer_token_ids", "answer_pieces", "tells_computed_by"
 _GROWTH_BYTES = 16 << 10
 _TRIAL_BYTES = 1 << 30
-_DATA = b"data: "
+_DATA, _DONE = b"data: ", b"data: [DONE]"
 _END = b"\n\n"
 _IDS = b'"token_ids":['
 MAX_EVENT_BYTES, MAX_PROMPT_BYTES = 64 << 10, 1 << 20
@@ -99,87 +99,6 @@ class Room:
 
     def give_back(self, holder: "Transcript") -> None:
         self._left += self._taken.pop(holder, 0)
-
-
-class DiffersError(Exception):
-    """Another engine has answered otherwise."""
-
-
-class UnknownError(Exception):
-    """A part of an answer that is not known here."""
-
-
-UNKNOWN = (UnknownError, AttributeError, TypeError, OverflowError)
-
-
-_Edit = Callable[[str, str], str]
-
-
-def edited(delta: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
-    """A chat's delta without its role, each text as *edit* leaves it."""
-    kept: dict[str, Any] = {}
-    for name, value in delta.items():
-        if name == "role" or not value:
-            continue
-        if name == "tool_calls":
-            calls = (_edited_call(call, edit) for call in value)
-            value = [call for call in calls if call]
-        elif isinstance(value, str):
-            value = edit(name, value)
-        else:
-            raise UnknownError
-        if value:
-            kept[name] = value
-    return kept
-
-
-def _edited_call(call: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
-    number, function = call.get("index"), call.get("function") or {}
-    kept: dict[str, str] = {}
-    for name in ("name", "arguments"):
-        if text := edit(f"{number} {name}", function.get(name) or ""):
-            kept[name] = text
-    if "name" in kept:
-        return {**call, "function": {**function, **kept}}
-    return {"index": number, "function": kept} if kept else {}
-
-
-class Replay:
-    """The tokens and texts that another engine has still to repeat, all of them and no others.
-
-    pieces: number of tokens of each of its events so far.
-    """
-
-    def __init__(self, ids: Sequence[int], texts: Mapping[str, bytearray]) -> None:
-        self._ids = list(ids)
-        self._texts = {name: bytes(text) for name, text in texts.items() if text}
-        self.pieces = array("i")
-
-    @property
-    def num_left(self) -> int:
-        return len(self._ids)
-
-    def new_ids(self, ids: list[int]) -> list[int]:
-        count = min(len(ids), len(self._ids))
-        if ids[:count] != self._ids[:count]:
-            raise DiffersError
-        del self._ids[:count]
-        if ids:
-            self.pieces.append(len(ids))
-        return ids[count:]
-
-    def new_text(self, name: str, text: str) -> str:
-        raw, sent = text.encode(), self._texts.get(name, b"")
-        count = min(len(raw), len(sent))
-        if raw[:count] != sent[:count]:
-            raise DiffersError
-        self._texts[name] = sent[count:]
-        return raw[count:].decode()
-
-    def end_event(self, *, has_new_ids: bool, has_new_text: bool) -> None:
-        """Expect new text with new tokens alone, and none to be left where these begin."""
-        if has_new_text and not has_new_ids or not self._ids and any(self._texts.values()):
-            raise DiffersError
 
 
 class _Told:
@@ -427,7 +346,7 @@ class Transcript:
         return self._shown(event)
 
     def _take(self, event: bytes) -> bytes:
-        if event.startswith(b":") or (event.startswith(DONE) and self._replay is None):
+        if event.startswith(b":") or (event.startswith(_DONE) and self._replay is None):
             return event
         try:
             told = _DECODER.decode(event[len(_DATA) :])
