@@ -148,7 +148,7 @@ def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
     cases = (0, 0.008, True), (1, 0.008, True), (4, 0.008, False), (1, 0.0075, False)
     for num_running, limit, is_local in cases:
         source, target = engines(made := planner(first_token=0.5, per_token=limit))
-        source.load.ask(40000, 0, NOW)
+        source.load.ask(40000, 0, NOW - 0.1)
         for _ in range(num_running):
             running(target.load, 100, 100 * limit)
         assert place(made, [source], [target]).is_local == is_local
@@ -424,20 +424,23 @@ def test_steps_are_as_long_by_an_answer_that_is_to_come_as_by_one_that_has_begun
 
 
 def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
-    """Until it is sent, or too late to be in time."""
-    made = planner(first_token=1.0, per_token=0.02)
+    """Until it is sent, or too late to be in time. Answers take half of that limit, so half of
+    those to come are there at a time."""
+    made = planner(first_token=1.0, per_token=0.02, answer_tokens=25)
     (one,) = engines(made, 1)
     for num in 10 * (1, 4, 16):
         one.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
     alone, way = _Costs(one, 4000, NOW).steps.step, place(made, [one], [one])
     planned = made.note(way, 4000, NOW)
-    assert one.load.to_come(NOW) == (1, 4000)
-    assert _Costs(one, 4000, NOW).steps.step > alone
+    assert one.load.to_come(NOW) == pytest.approx((0.5, 2000))
+    costs = _Costs(one, 40000, NOW)
+    assert costs.steps.step > alone
+    assert made._late(costs, BY_PROMPT, NOW, MAX_SEEN) == pytest.approx(0.5)
     planned.end()
     assert one.load.to_come(NOW) == (0, 0)
-    for is_lost, seconds, num in ((False, 0.9, 1), (False, 1.1, 0), (True, 0.1, 0)):
+    for is_lost, seconds, num in ((False, 0.9, 0.5), (False, 1.1, 0), (True, 0.1, 0)):
         made.note(way._replace(is_lost=is_lost), 4000, NOW)
-        assert one.load.to_come(NOW + seconds)[0] == num
+        assert one.load.to_come(NOW + seconds)[0] == pytest.approx(num)
         one.load.planned.clear()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from vllm_commext.proxy.policy.queue import Queue
 from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
 
-RECENT_SECONDS = 3.0
-"""Length of an engine's recent time, idle time left out."""
+RECENT_SECONDS, RECENT_ANSWERS = 3.0, 2.0
+"""Length of an engine's recent time, idle time left out, at most: in seconds and in answers."""
 MIN_CLEAN_TOKENS = 16
 SAME_STEP_SECONDS = 0.004
 """Prompts that end within so short a time were computed together."""
@@ -156,8 +156,7 @@ class Prompts:
         if not self.jobs:
             return 0.0
         first = next(iter(self.jobs))
-        under_way = now - max(first.asked, self._last_done)
-        done = under_way if under_way < first.seconds else first.seconds
+        done = min(now - max(first.asked, self._last_done), first.seconds)
         return self.seconds - done if self.seconds > done else 0.0
 
     def unseen(self, now: float) -> Job | None:
@@ -220,14 +219,13 @@ class Recent:
     """share: part of an engine's recent time that went to prompts; seconds: all of theirs."""
 
     def __init__(self) -> None:
-        self.share = self.seconds = 0.0
-        self._until = self._known = 0.0
+        self.share = self.seconds = self._until = self._known = 0.0
 
-    def look(self, now: float, has_work: bool, has_prompts: bool) -> None:
-        """Bring the share up to now, before something changes."""
+    def look(self, now: float, has_work: bool, has_prompts: bool, length: float) -> None:
+        """Bring the share of *length* seconds up to now, before something changes."""
         past, self._until = now - self._until, now if now > self._until else self._until
         if past > 0.0 and has_work:
-            new = -math.expm1(-past / RECENT_SECONDS)
+            new = -math.expm1(-past / length)
             self._known += new * (1.0 - self._known)
             self.seconds += past if has_prompts else 0.0
             new /= self._known
@@ -235,8 +233,7 @@ class Recent:
 
     def pace(self, step: float) -> float:
         """Seconds a token with steps of *step* seconds and the recent share of prompts."""
-        left = 1.0 - self.share
-        return step / (left if left > 0.05 else 0.05)
+        return step / max(1.0 - self.share, 0.05)
 
 
 class Cache:
@@ -289,10 +286,11 @@ class EngineLoad:
         for called in self.when_done:
             called()
 
-    def to_come(self, now: float) -> tuple[int, int]:
-        """Planned answers, and their tokens."""
+    def to_come(self, now: float) -> tuple[float, float]:
+        """Planned answers that are given at a time, and their tokens: short ones make room."""
         self.planned = {one: None for one in self.planned if one.until >= now}
-        return len(self.planned), sum([one.tokens for one in self.planned])
+        share = min(1.0, self.shared.answer_seconds / (self.shared.limits.first or math.inf) or 1.0)
+        return share * len(self.planned), share * sum([one.tokens for one in self.planned])
 
     def expect(self, context_tokens: int, due: float, is_loading: bool = False) -> Answer:
         """Note an answer from about *due* on. is_loading: of another engine's prompt."""
@@ -309,7 +307,8 @@ class EngineLoad:
 
     def look(self, now: float) -> None:
         has_prompts = len(self.prompts.jobs) > 0
-        self.recent.look(now, has_prompts or len(self.answers) > 0, has_prompts)
+        length = min(RECENT_SECONDS, RECENT_ANSWERS * self.shared.answer_seconds or RECENT_SECONDS)
+        self.recent.look(now, has_prompts or len(self.answers) > 0, has_prompts, length)
 
     def learn_second_token(self, gap: float) -> None:
         """Learn from the gap between a first token of another engine's and the second."""

@@ -2,9 +2,9 @@
 Pure: every time is an argument.
 
 An answer's time per output token is a mean over the answer. So a prefill of t seconds costs each
-answer that runs at the same engine t seconds of its slack: limit x tokens - elapsed - expected
-remaining time, for as many tokens as recent answers had. A request goes where the fewest are
-expected to miss a limit by it, itself included; among equals, where it takes the least time.
+answer at the same engine, those to come included, t seconds of its slack: limit x tokens - elapsed
+- expected remaining time, for as many tokens as recent answers had. A request goes where the fewest
+are expected to miss a limit by it, itself included; among equals, where it takes the least time.
 """
 
 import math
@@ -65,12 +65,13 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 
 class _Steps(NamedTuple):
     """Expected seconds of an engine's step, of one with an answer more (slower), and of that with
-    recent prompts (pace). crowd: what the answer costs by these, in missed limits."""
+    recent prompts (pace). crowd: its cost by these, in missed limits. planned: others to come."""
 
     step: float
     slower: float
     pace: float
     crowd: float
+    planned: float
 
 
 class _Costs:
@@ -92,8 +93,8 @@ class _Costs:
         self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
         answers = load.answers
         num_answers, context = len(answers), answers.context + answers.coming
-        num_planned, more = load.to_come(now) if load.planned else (0, 0)
-        num, context = num_answers + num_planned, context + more
+        planned, more = load.to_come(now) if load.planned else (0.0, 0.0)
+        num, context = num_answers + planned, context + more
         slower = speed.step_seconds(num + 1, context + tokens)
         pace = load.recent.pace(slower)
         self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
@@ -103,7 +104,7 @@ class _Costs:
         crowd, tpot = 0.0, load.shared.limits.tpot
         if slower >= tpot > 0.0:  # all are late for as long as there is one too many
             crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
-        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, crowd)
+        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, crowd, planned)
         self.prompt = self.num_put_off + 1.0 + DELAY_WEIGHT * OTHERS_DELAY * seconds * num_answers
         # A second without room counts as a missed limit.
         self.answer = crowd + room + DELAY_WEIGHT * pace * length
@@ -130,12 +131,12 @@ class Planner:
         Engines for both steps are in both sequences, as the same candidates."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        costs = {one.load: _Costs(one, tokens, now) for one in decode}
-        costs |= {one.load: _Costs(one, tokens, now) for one in prefill if one.load not in costs}
-        targets = [costs[one.load] for one in decode]
-        sources = [costs[one.load] for one in prefill] if self.shared.limits.tpot else []
-        seen = max(2, MAX_SEEN // len(costs))
-        options = self._options(sources, targets)
+        sources = targets = [_Costs(one, tokens, now) for one in decode]
+        if prefill is not decode:
+            costs = {one.candidate.load: one for one in targets}
+            sources = [costs.get(one.load) or _Costs(one, tokens, now) for one in prefill]
+        seen = max(2, MAX_SEEN // len({*targets, *sources}))
+        options = self._options(sources if self.shared.limits.tpot else [], targets)
         options.sort()
         best, least, misses = options[0], math.inf, 0.0
         for option in options:
@@ -146,8 +147,7 @@ class Planner:
             others = self._late(source, BY_BOTH if source is at else BY_PROMPT, now, seen, most)
             if source is not at and others <= most:
                 others += self._late(at, BY_ANSWER, now, seen, most)
-            others = others if others > 0.0 else 0.0
-            cost += others
+            cost += (others := max(others, 0.0))
             if cost < least or (cost == least and idx < best[1]):
                 best, least, misses = option, cost, others
         _, _, source, at, in_time, first, late = best
@@ -168,7 +168,7 @@ class Planner:
         return planned
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
-        """All ways, without their effect on other answers."""
+        """All ways, without their effect on others. Late ones cost time that is free of prompts."""
         shared = self.shared
         handover, second = shared.handover.value, shared.second_token.value
         limit = shared.limits.first or math.inf
@@ -176,12 +176,14 @@ class Planner:
         for at in targets:
             first = at.busy + at.prefill
             in_time = self._share_in_time(at, 0.0) if first <= limit else 0.0
-            cost = at.prompt + at.answer + DELAY_WEIGHT * first - in_time
+            free = 1.0 - at.candidate.load.recent.share
+            cost = at.prompt + at.answer + DELAY_WEIGHT * first - (in_time or -free)
             options.append((cost, len(options), at, at, in_time, first, 0.0))
         handed = [(at, self._share_in_time(at, second)) for at in targets] if sources else []
         for one in sources:
             backlog, room = one.backlog, one.prompt_room
             first = (backlog if backlog > room else room) + one.prefill + handover
+            free = 1.0 - one.candidate.load.recent.share
             base, is_late = one.prompt + room + DELAY_WEIGHT * first, first > limit
             for at, in_time in handed:
                 if at is not one:
@@ -191,7 +193,7 @@ class Planner:
                         in_time = self._share_in_time(at, late)
                     if is_late:
                         in_time = 0.0
-                    cost = base + at.answer + DELAY_WEIGHT * late - in_time
+                    cost = base + at.answer + DELAY_WEIGHT * late - (in_time or -free)
                     options.append((cost, len(options), one, at, in_time, first, late))
         return options
 
@@ -237,7 +239,11 @@ class Planner:
                     found += (longer[place_of[int(needed)]] - late) / among
             if found > most:
                 break
-        at.late[by] = found = found * stride
+        found *= stride
+        if at.steps.planned and by & BY_PROMPT:
+            late = _share_late(lengths, backlog + more, new_left, 1)
+            found += at.steps.planned * (late - _share_late(lengths, backlog, left, 1))
+        at.late[by] = found
         return found
 
 

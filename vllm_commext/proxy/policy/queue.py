@@ -92,10 +92,7 @@ class Queue(dict[Waiting, None]):
         kept, put_off = in_time([*hopeful, Waiting(now, seconds)], start, self._limit)
         if put_off == len(hopeful):
             return self.seconds, 0
-        before = sum(kept) - seconds
-        if self._is_overdue(next(iter(self)), start):
-            before *= 1.0 + SPARED
-        return before, int(put_off >= 0)
+        return sum(kept) - seconds, int(put_off >= 0)
 
 
 def in_time(waiting: Sequence[Waiting], now: float, limit: float) -> tuple[list[float], int]:

@@ -27,10 +27,8 @@ class LeastSquares:
         self.solution: Features | None = None
 
     def add(self, features: Features, value: float, weight: float = 1.0) -> None:
-        if self.num_samples > _KNOWN_SAMPLES:
-            expected = self.predict(features)
-            if expected > 0.0:
-                value = min(value, MAX_RATIO * expected)
+        if self.num_samples > _KNOWN_SAMPLES and (expected := self.predict(features)) > 0.0:
+            value = min(value, MAX_RATIO * expected)
         self._learn(features, value, weight)
         if self._base is not None:
             self._base._learn(features, value, weight)
@@ -150,11 +148,14 @@ class Speeds:
         self.limits = limits
         self.prefill = LeastSquares()
         self.steps = LeastSquares()
+        self.steps.solution = limits.tpot / 2.0, 0.0, 0.0  # until one is seen without prompts
         self.lengths = Lengths()
-        self.handover = Mean()
-        """Delay of the first token by a hand-over, in seconds."""
-        self.second_token = Mean()
-        """Additional delay of the second token there, in seconds."""
+        self.handover, self.second_token = Mean(), Mean()
+        """Seconds that a hand-over delays the first token, and then the second one besides."""
+
+    @property
+    def answer_seconds(self) -> float:
+        return self.lengths.mean * self.limits.tpot
 
 
 class Mean:
