@@ -32,7 +32,7 @@ from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.session import Session
+from vllm_commext.proxy.session.session import MAX_MOVES, Session
 from vllm_commext.proxy.session.upstream import Service, Upstream, open_session
 from vllm_commext.proxy.window.window import Window
 
@@ -154,7 +154,7 @@ class ProxyApp:
             chooser, is_shown = self._chooser, self.config.admin_port is not None
             prefill, decode = self.registry.pools
             upstream = Upstream(session, self.config, prefill, decode, self.ledger.metrics)
-            self._service = Service(upstream, chooser)
+            self._service = Service(upstream, chooser, MAX_MOVES)
             self._preflights = access.Preflights(upstream.ask_any)
             await self._sources.look()
             monitor = HealthMonitor(session, self.config, lambda: is_shown or chooser.is_adaptive)

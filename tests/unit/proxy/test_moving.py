@@ -14,7 +14,7 @@ from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
 from vllm_commext.proxy.engines.health import read_capabilities
 from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session import session, upstream
+from vllm_commext.proxy.session import session
 from vllm_commext.proxy.session.failures import end_tasks
 from vllm_commext.proxy.session.transcript import ANSWER
 
@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
 
 async def test_streams_move_a_few_at_a_time(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has begun to leave goes on at the other engine before the next one stops."""
-    monkeypatch.setattr(upstream, "MAX_MOVES", 1)
+    monkeypatch.setattr("vllm_commext.proxy.server.MAX_MOVES", 1)
     engines, num_asked, lets = Engines(COMPLETIONS), 0, asyncio.Semaphore(0)
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, READ)

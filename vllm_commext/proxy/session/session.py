@@ -24,6 +24,8 @@ from vllm_commext.proxy.session.two_step import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+MAX_MOVES = 3
+"""Streams that move at a time: the more read at once, the longer each pauses."""
 PREPARE_SECONDS = 60.0
 LOOK_SECONDS = 0.2
 

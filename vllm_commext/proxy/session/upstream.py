@@ -30,8 +30,6 @@ from vllm_commext.proxy.session.transcript import Room
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
-MAX_MOVES = 3
-"""Streams that move at a time: the more read at once, the longer each pauses."""
 KEY_BYTES = 16
 PICK_INTERVAL_SECONDS = 0.05
 _MAX_FETCHES = 8
@@ -418,8 +416,8 @@ class Upstream:
 class Service:
     """Engines' access, placement and room (None: no stream is resumed), shared by all requests."""
 
-    def __init__(self, upstream: Upstream, chooser: Chooser) -> None:
+    def __init__(self, upstream: Upstream, chooser: Chooser, max_moves: int) -> None:
         self.upstream, self.chooser = upstream, chooser
         self.config, self.metrics = upstream.config, upstream.metrics
         self.room = Room(self.config.resume_bytes) if self.config.resume else None
-        self.turns, self.bulk = asyncio.Semaphore(MAX_MOVES), asyncio.Lock()
+        self.turns, self.bulk = asyncio.Semaphore(max_moves), asyncio.Lock()
