@@ -25,11 +25,7 @@ class RateLimitedLog:
     """
 
     def __init__(
-        self,
-        logger: logging.Logger,
-        prefix: str = "",
-        burst: int = 5,
-        period_seconds: float = 10.0,
+        self, logger: logging.Logger, prefix: str = "", burst: int = 5, period_seconds: float = 10.0
     ) -> None:
         self._logger, self._prefix = logger, prefix
         self._burst, self._period_seconds = burst, period_seconds

@@ -122,10 +122,7 @@ def _installed(name: str, fallback: str, proof: str) -> Capability:
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability(
-        "nixl",
-        _activate_nixl,
-        lambda: _add_connector(__name__),
-        "vLLM's own connectors remain",
+        "nixl", _activate_nixl, lambda: _add_connector(__name__), "vLLM's own connectors remain"
     ),
     _installed("shm_queue", "vLLM's own queue remains", RINGS),
     _installed("cpu_collectives", "vLLM's own remain", RINGS),

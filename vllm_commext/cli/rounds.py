@@ -62,9 +62,7 @@ async def play(args: argparse.Namespace, urls: Mapping[str, str]) -> list[Contes
 
 
 def tell(
-    args: argparse.Namespace,
-    contestants: Sequence[Contestant],
-    found: Sequence[tuple[str, bool]],
+    args: argparse.Namespace, contestants: Sequence[Contestant], found: Sequence[tuple[str, bool]]
 ) -> None:
     """Print the figures and the verdicts, and write them where that is asked for."""
     for line in table(contestants, limits_of(args)):

@@ -93,6 +93,5 @@ class QuantiserPatterns:
 
         patterns: Any = self._patterns
         pattern_matcher.register_replacement(
-            *(pattern, replacement, operands, pattern_matcher.fwd_only, patterns),
-            extra_check=fits,
+            *(pattern, replacement, operands, pattern_matcher.fwd_only, patterns), extra_check=fits
         )

@@ -221,12 +221,7 @@ def enter_context(driver: Any, ordinal: int) -> None:
 
 
 def load(
-    program: Program,
-    macros: Mapping[str, int],
-    threads: int,
-    device: Device,
-    *,
-    programmatic: bool,
+    program: Program, macros: Mapping[str, int], threads: int, device: Device, *, programmatic: bool
 ) -> Function:
     """Compile, or take from the cache on disk, and load into the GPU's context.
 

@@ -147,10 +147,7 @@ def _engine(
     # Not VLLM_NIXL_SIDE_CHANNEL_PORT: in vLLM's key of compiled code, and another at each start.
     extra = {"side_channel_host": LOOPBACK, "side_channel_port": next(ports)}
     transfer = {**TRANSFER, "kv_connector_extra_config": extra}
-    own = {
-        VARIABLE: str(folder / f"drain-engine{number}"),
-        "VLLM_RPC_BASE_PATH": str(folder),
-    }
+    own = {VARIABLE: str(folder / f"drain-engine{number}"), "VLLM_RPC_BASE_PATH": str(folder)}
     if gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     else:

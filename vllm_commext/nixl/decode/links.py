@@ -19,11 +19,7 @@ from vllm_commext.nixl.stream.progress import WorkerTables
 from vllm_commext.nixl.transport.agent import NixlAgent
 from vllm_commext.nixl.transport.posting import NixlReader, Reader
 from vllm_commext.nixl.transport.tables import RemoteTable
-from vllm_commext.nixl.wire.description import (
-    STREAM_HEADERS,
-    STREAM_PIECES,
-    WorkerDescription,
-)
+from vllm_commext.nixl.wire.description import STREAM_HEADERS, STREAM_PIECES, WorkerDescription
 
 _log = RateLimitedLog()
 

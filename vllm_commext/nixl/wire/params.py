@@ -21,13 +21,7 @@ from msgspec import Meta
 from vllm_commext.errors import ProtocolError
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.description import MAX_ROWS
-from vllm_commext.nixl.wire.messages import (
-    KEY_DIGITS,
-    MAX_RANKS,
-    PROTOCOL_VERSION,
-    Port,
-    Ranks,
-)
+from vllm_commext.nixl.wire.messages import KEY_DIGITS, MAX_RANKS, PROTOCOL_VERSION, Port, Ranks
 from vllm_commext.nixl.wire.prompt import DIGEST_DIGITS, PARTS
 from vllm_commext.nixl.wire.seal import SECRET_VARIABLE, check_params, is_proof, prove_params
 
