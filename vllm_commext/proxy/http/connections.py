@@ -308,6 +308,9 @@ class Connection(web.RequestHandler):
             complaints.warning("head", message)
             self.cut()
             return
+        if self._is_held:
+            self._client.pause_reading()
+            return
         is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
         if not (is_large or _is_whole(self._beginning)):
             self._all.begun.look_later(self)
@@ -324,9 +327,8 @@ class Connection(web.RequestHandler):
         return self._all.take_head(self, max(num_bytes, 0))
 
     def hold(self) -> None:
-        """Take in no more until it is taken up, and count no time against it."""
+        """Take in little more until it is taken up, and count no time against it."""
         self._is_held = True
-        self._client.pause_reading()
         if self._first is not None:
             self._first.cancel()
 
