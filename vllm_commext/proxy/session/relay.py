@@ -236,10 +236,14 @@ class Relay:
             raise ClientGoneError("the client closed its connection") from error
 
 
+class _Response(web.StreamResponse):
+    _send_headers_immediately = False  # but with the first bytes of the body, in one write
+
+
 def response_to(opened: Opened, extra_headers: Mapping[str, str]) -> web.StreamResponse:
     """The client's response, which begins as the engine's does."""
     upstream = opened.response
-    response = web.StreamResponse(status=upstream.status)
+    response = _Response(status=upstream.status)
     for name, value in upstream.headers.items():
         if name.lower() not in _NOT_PASSED_ON:
             response.headers.add(name, value)
