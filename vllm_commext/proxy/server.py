@@ -7,10 +7,10 @@ import logging
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 import ssl
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
@@ -47,6 +47,7 @@ REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "Origin")
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_BYTES = 16
 
 
 class Requests:
@@ -265,7 +266,7 @@ def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
 
 def _request_id(request: web.Request) -> str:
     given = request.headers.get(REQUEST_ID, "")
-    return given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _USABLE_ID.fullmatch(given) else secrets.token_hex(_ID_BYTES)
 
 
 _MAX_ADMIN_CONNECTIONS = 64

@@ -38,6 +38,8 @@ class Prefix:
     ) -> Self:
         """Of a prompt of *num_bytes* and about *tokens* that begins with *text*. *names*: by which
         caches tell prompts apart, too."""
+        if len(text) < BLOCK_BYTES and not session:
+            return cls(tokens=tokens)
         digest = salt = _digest(*names)
         blocks: list[bytes] = []
         for start in range(0, len(text) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES):

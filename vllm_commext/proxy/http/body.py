@@ -463,8 +463,11 @@ class Intake:
             raise ProxyError(415, "bad_request", message)
         seconds, rate = self._budget.seconds, self._budget.rate
         try:
-            async with asyncio.timeout(seconds) as bound:
-                raw = await self._read_raw(request, bound)
+            if request.content.is_eof():  # as of most, which come with their heads
+                raw = self._more(b"", request.content.read_nowait(), request)
+            else:
+                async with asyncio.timeout(seconds) as bound:
+                    raw = await self._read_raw(request, bound)
         except TimeoutError as error:
             message = (
                 f"the request's body did not arrive within {seconds} s and a second for each "
@@ -481,25 +484,25 @@ class Intake:
         self.num_bytes, self.body = 0, None
 
     async def _read_raw(self, request: web.Request, bound: asyncio.Timeout) -> bytes | bytearray:
-        most, end = self._budget.most, bound.when()
+        end, raw = bound.when(), self._more(b"", b"", request)
         assert end is not None  # as every body has a bound
-        announced = request.content_length or 0
-        raw: bytes | bytearray = b""
-        if announced > most:
-            raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
         async for piece in request.content.iter_any():
-            num_bytes = len(raw) + len(piece)
-            bound.reschedule(end + num_bytes / self._budget.rate)
-            if num_bytes > most:
-                raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
-            self._budget.take(len(piece), max(announced, num_bytes))
-            self.num_bytes = num_bytes
-            if isinstance(raw, bytearray):
-                raw += piece
-            elif raw:
-                raw = bytearray(raw + piece)
-            else:
-                raw = piece
+            raw = self._more(raw, piece, request)
+            bound.reschedule(end + self.num_bytes / self._budget.rate)
+        return raw
+
+    def _more(
+        self, raw: bytes | bytearray, piece: bytes, request: web.Request
+    ) -> bytes | bytearray:
+        most, num_bytes = self._budget.most, len(raw) + len(piece)
+        num_all = max(request.content_length or 0, num_bytes)
+        if num_all > most:
+            raise ProxyError(413, "bad_request", f"expected a body of at most {most} bytes")
+        self._budget.take(len(piece), num_all)
+        self.num_bytes = num_bytes
+        if not isinstance(raw, bytearray):
+            return bytearray(raw + piece) if raw else piece
+        raw += piece
         return raw
 
     async def _decoded(self, raw: bytes | bytearray) -> Any:

@@ -334,8 +334,7 @@ class Attempt:
     async def _prefill(self, stream: Stream) -> Prefilled | None:
         """The first step, or None, counted by reason."""
         if (reason := self.local_reason) is None:
-            body, failed = two_step.prefill_body(self._asked.body), self._tries.prefill
-            payload = self._payload(body)
+            payload, failed = self._payload(self._asked.body), self._tries.prefill
             try:
                 prefilled = await self._service.upstream.prefill(
                     *(payload, failed, stream.prefill_payload, stream.outlives)

@@ -258,7 +258,7 @@ def side_of(engine: Engine) -> str:
 
 async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> EngineAnswer:
     body = bytearray()
-    async for piece in response.content.iter_any():
+    while piece := await response.content.readany():
         body += piece
         if len(body) > MAX_ANSWER_BYTES:
             raise bad_answer(engine, f"more than {MAX_ANSWER_BYTES} bytes")
@@ -293,6 +293,12 @@ def _created(content: dict[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     created = details.get("created_cache_tokens") if isinstance(details, dict) else None
     return created if isinstance(created, int) else None
+
+
+def close(response: aiohttp.ClientResponse) -> None:
+    """Abort what has not come yet; costs nothing after an answer's end."""
+    if not response.closed:
+        response.close()
 
 
 def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None:

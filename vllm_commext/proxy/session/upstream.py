@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -156,16 +156,18 @@ class Upstream:
         async def ask(engine: Engine, held: int) -> Prefilled:
             value = secrets.token_hex(KEY_BYTES) if engine.capabilities.key_ranks else ""
             key = Key(engine, authorization, model, value)
-            async with self._turn(engine, payload, held, PREFILL):
-                try:
-                    asked = await payload_of(engine, key.value)
-                    params, cached, job = await self._prefill_on(engine, asked, held)
-                except BaseException as error:
-                    if not isinstance(error, ProxyError) or error.status >= 500:
-                        self.releases.add(key)  # it may have ended well all the same
-                    if isinstance(error, ProxyError) and await outlives(error):
-                        error.be_final()
-                    raise
+            taken = await self._turn(engine, payload, held, PREFILL)
+            try:
+                asked = await payload_of(engine, key.value)
+                params, cached, job = await self._prefill_on(engine, asked, held)
+            except BaseException as error:
+                if not isinstance(error, ProxyError) or error.status >= 500:
+                    self.releases.add(key)  # it may have ended well all the same
+                if isinstance(error, ProxyError) and await outlives(error):
+                    error.be_final()
+                raise
+            finally:
+                engine.repeats.give_back(taken)
             return Prefilled(engine, params, key, job, cached)
 
         began, num = time.monotonic(), self.config.prefill_attempts
@@ -181,8 +183,11 @@ class Upstream:
             route.decode = engine.name
             if payload.is_loading:
                 return await self._open_at(engine, payload, held)
-            async with self._turn(engine, payload, held):
+            taken = await self._turn(engine, payload, held)
+            try:
                 return await self._open_at(engine, payload, held)
+            finally:
+                engine.repeats.give_back(taken)
 
         pool, config = self.decode_pool, self.config
         others = [engine for engine in pool.engines if engine.usable and engine not in failed]
@@ -279,28 +284,28 @@ class Upstream:
         self.metrics.steps.note_held(pool.role, chosen[1], payload.tokens - chosen[1])
         return chosen
 
-    @asynccontextmanager
-    async def _turn(
-        self, engine: Engine, payload: Payload, held: int, side: str = ""
-    ) -> AsyncIterator[None]:
-        """A turn of *engine* to compute a prompt; that of one which is repeated ends with it."""
+    async def _turn(self, engine: Engine, payload: Payload, held: int, side: str = "") -> int:
+        """Wait until *engine* may compute a prompt; the tokens to give back once one that is
+        repeated is computed."""
         has_turns = payload.computes and self._orders(engine)
         is_repeated = payload.computes and payload.tries.is_again
+        if not (has_turns or is_repeated):
+            return 0
         tokens, taken, seconds = payload.tokens - held, 0, self.config.prefill_timeout_seconds
         try:
-            if has_turns or is_repeated:
-                with (
-                    engine.work.counted(tokens),
-                    failures.of(engine, seconds, payload.tries.losses, side),
-                    Deadline(seconds, engine.work.on_lost),
-                ):
-                    taken = await engine.repeats.take(tokens) if is_repeated else 0
-                    if has_turns:
-                        is_lost = payload.plan is not None and payload.plan.is_lost
-                        await engine.turns.take(tokens, held, is_lost)
-            yield
-        finally:
+            with (
+                engine.work.counted(tokens),
+                failures.of(engine, seconds, payload.tries.losses, side),
+                Deadline(seconds, engine.work.on_lost),
+            ):
+                taken = await engine.repeats.take(tokens) if is_repeated else 0
+                if has_turns:
+                    is_lost = payload.plan is not None and payload.plan.is_lost
+                    await engine.turns.take(tokens, held, is_lost)
+        except BaseException:
             engine.repeats.give_back(taken)
+            raise
+        return taken
 
     def _orders(self, engine: Engine) -> bool:
         """True if prompts wait here until an engine of one rank has nearly computed those before
@@ -323,7 +328,7 @@ class Upstream:
             try:
                 answer = await failures.read_answer(engine, response)
             finally:
-                response.close()
+                failures.close(response)
                 payload.mark(outcome.PREFILLED, engine)
             params, cached = await failures.prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
@@ -360,7 +365,7 @@ class Upstream:
                 payload.mark(outcome.DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
                 payload.mark(outcome.DECODE_ANSWERS, engine)
-                work.callback(response.close)
+                work.callback(failures.close, response)
                 if is_stream:
                     _bound_socket(response)
                 first, cutter = await failures.read_opening(
