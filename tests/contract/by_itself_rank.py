@@ -101,10 +101,7 @@ ENGINES: dict[str, Change] = {
     "expert parallel": setting(enable_expert_parallel=True),
     "lora and sleep": with_lora_and_sleep,
 }
-OTHERS = (
-    *("unknown machine", "multicast", "invariant", "unlike", "crossing table"),
-    "no kernel",
-)
+OTHERS = (*("unknown machine", "multicast", "invariant", "unlike", "crossing table"), "no kernel")
 
 
 class Stage:
@@ -195,12 +192,7 @@ def run(name: str, stage: Stage, seen: Seen) -> dict[str, Any]:
 
     from vllm_commext.allreduce import creation
     from vllm_commext.allreduce.fused import op as fused_op
-    from vllm_commext.compat import (
-        allreduce,
-        fused_pass,
-        reduce_rms,
-        tp_group,
-    )
+    from vllm_commext.compat import allreduce, fused_pass, reduce_rms, tp_group
     from vllm_commext.compat.monkey_patch import is_patched, restore, wrap
 
     stage.__init__()

@@ -9,13 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.request import RequestStatus
 
-from tests.contract.scheduler_engine import (
-    REMOTE_IDS,
-    TO_PREFILL,
-    Engine,
-    request_of,
-    to_decode,
-)
+from tests.contract.scheduler_engine import REMOTE_IDS, TO_PREFILL, Engine, request_of, to_decode
 from vllm_commext.errors import ConfigError
 from vllm_commext.nixl.metadata import StepMetadata, WorkerMetadata
 from vllm_commext.nixl.prefill.fence import first_nonces

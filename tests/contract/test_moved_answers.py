@@ -26,14 +26,7 @@ from tests.contract.reuse_engines import (
     start,
     turn_until,
 )
-from tests.contract.scheduled_core import (
-    BLOCK,
-    NUM_TOKENS,
-    Core,
-    answer_to,
-    request_of,
-    written,
-)
+from tests.contract.scheduled_core import BLOCK, NUM_TOKENS, Core, answer_to, request_of, written
 from vllm_commext.nixl.config import parse_config
 from vllm_commext.nixl.engine_facts import reusing_of
 

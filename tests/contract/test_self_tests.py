@@ -36,13 +36,7 @@ HOLDS = functools.partial(pytest.param, marks=pytest.mark.long)
 
 def found(script: str, *args: str, first: str = "", **environ: str) -> list[dict[str, Any]]:
     """What two ranks of such a vLLM print."""
-    return ranks(
-        HERE / script,
-        2,
-        *args,
-        first=WITHHOLD + first,
-        **{**ENVIRON, **environ},
-    )
+    return ranks(HERE / script, 2, *args, first=WITHHOLD + first, **{**ENVIRON, **environ})
 
 
 @pytest.mark.parametrize(("first", "served_by"), [HOLDS("", "RingModule"), (RINGS, "module")])

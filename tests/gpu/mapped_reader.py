@@ -24,12 +24,7 @@ from tests.kit.gpu_ranks import checks_of, run_checks
 from vllm_commext.collective import Collective
 from vllm_commext.errors import UnsupportedError
 from vllm_commext.nixl.config import AUTO, ConnectorConfig
-from vllm_commext.nixl.geometry.layout import (
-    FULL,
-    CacheLayout,
-    Family,
-    Group,
-)
+from vllm_commext.nixl.geometry.layout import FULL, CacheLayout, Family, Group
 from vllm_commext.nixl.geometry.plan import Blocks, ReadPlan, plan_read
 from vllm_commext.nixl.mapped import Mapped, MappedReader, Mapper, place_of_process
 from vllm_commext.nixl.transport.gather import CudaDevice

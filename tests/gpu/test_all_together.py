@@ -30,14 +30,7 @@ from tests.kit.cluster import MODEL_NAME, disaggregated
 from tests.kit.gpu_checks import NUM_GPUS, needs_gpus
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, compare, complete, near_enough
-from tests.kit.servers import (
-    CUDA_ENVIRON,
-    LOOPBACK,
-    ProxyServer,
-    Server,
-    VllmServer,
-    free_port,
-)
+from tests.kit.servers import CUDA_ENVIRON, LOOPBACK, ProxyServer, Server, VllmServer, free_port
 from tests.kit.tiny_kinds import Kind
 from tests.kit.tiny_model import write_tiny_model
 

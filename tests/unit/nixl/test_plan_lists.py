@@ -12,12 +12,7 @@ from tests.unit.nixl.cluster_cases import Model
 from tests.unit.nixl.reference_cache import Attention, Cache, Engine, Group, State
 from tests.unit.nixl.reference_layout import describe
 from vllm_commext.errors import ProtocolError, UnsupportedError
-from vllm_commext.nixl.geometry.plan import (
-    MAX_DESCRIPTORS,
-    Blocks,
-    ReadPlan,
-    plan_read,
-)
+from vllm_commext.nixl.geometry.plan import MAX_DESCRIPTORS, Blocks, ReadPlan, plan_read
 
 Ids = Sequence[Sequence[int]]
 ONE = Engine(1, 5, (8,), (1,))

@@ -103,15 +103,8 @@ async def test_no_answer_names_the_libraries_of_the_proxy(kit: Any, role: str) -
     async with kit.cluster() as cluster:
         getattr(cluster, role)[0].behave = kit.dropping
         host, port = cluster.url.removeprefix("http://").split(":")
-        asked = (
-            "GET /live",
-            "GET /none",
-            "PUT /live",
-            "OPTIONS /v1/models",
-            "\x16\x03",
-            "GET /metrics",
-        )
-        for line in asked:
+        asked = "GET /live", "GET /none", "PUT /live", "OPTIONS /v1/models", "GET /metrics"
+        for line in (*asked, "\x16\x03"):
             reader, writer = await asyncio.open_connection(host, int(port))
             head = " HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             writer.write((line + head).encode("latin-1"))
