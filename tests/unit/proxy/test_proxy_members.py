@@ -137,6 +137,18 @@ async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_
             assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
+async def test_no_engines_cookie_goes_to_it_with_anybodys_requests(kit: Any) -> None:
+    async def behave(call: Any) -> None:
+        await call.answer(200, b'{"choices": [{"text": ""}]}', headers="Set-Cookie: a=b\r\n")
+
+    async with kit.engine(behave).running() as named:
+        url = f"http://localhost:{named.port}"  # aiohttp keeps none of a number's
+        async with kit.cluster(num_decode=0, decode=(url,)) as cluster:
+            await cluster.ask(BODY)
+            await cluster.ask(BODY)
+        assert ["cookie" in call.headers for call in named.calls] == [False, False]
+
+
 async def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,9 +111,12 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(
         limit=0, keepalive_timeout=config.keep_alive_seconds, ssl=engine_tls(config)
     )
-    headers = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(
-        connector=connector, headers=headers, auto_decompress=False, read_bufsize=SOCKET_BYTES // 8
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),  # else an engine's cookie goes along with all requests
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        read_bufsize=SOCKET_BYTES // 8,
     )
 
 
