@@ -65,7 +65,9 @@ async def _play(
         supervisor.ask_to_end()
     end, found = await asyncio.gather(serving, playing, return_exceptions=True)
     if isinstance(end, StartError) or end == 1:
-        serve.say(f"{each}left out: {end if isinstance(end, StartError) else 'no engine is left'}")
+        serve.say(
+            f"{each}left out: {end if isinstance(end, StartError) else 'it failed too often'}"
+        )
         return []
     if isinstance(end, BaseException):
         raise end

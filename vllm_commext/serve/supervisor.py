@@ -114,7 +114,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal of `ENDING`, which is blocked before and after; 0, or 1 where no
-        engine is left. Raises `StartError` if a process ended before it was ever ready."""
+        engine or no proxy is left. Raises `StartError` if one ended before it was ever ready."""
         loop = asyncio.get_running_loop()
         for number in ENDING:
             loop.add_signal_handler(number, self.ask_to_end)
@@ -138,9 +138,10 @@ class Supervisor:
             if not was_ready and all(member.is_ready for member in self.members):
                 was_ready = True
                 self._on_ready()
-            if all(member.is_given_up for member in self._engines):
-                self._say("no engine is left: stopping")
-                return 1
+            for members, kind in ((self._engines, "engine"), (self._proxies, "proxy")):
+                if all(member.is_given_up for member in members):
+                    self._say(f"no {kind} is left: stopping")
+                    return 1
             await self._sleep(LOOK_SECONDS)
         return 0
 

@@ -4,7 +4,10 @@ import asyncio
 import itertools
 import json
 import shlex
+import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,19 +158,36 @@ def test_the_cause_of_an_end_is_the_error_that_others_follow(lines: list[str], c
     assert bool(found) == bool(cause)
 
 
-def test_an_engine_that_drains_does_not_count_as_one_that_hangs() -> None:
-    async def is_there(headers: dict[str, str]) -> bool:
-        async def health(_: web.BaseRequest) -> web.Response:
-            return web.Response(status=503, headers=headers)
+@asynccontextmanager
+async def one_that_says(status: int, **headers: str) -> AsyncIterator[str]:
+    """The URL of one whose checks are answered so."""
 
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(web.Server(health), "127.0.0.1", 0)
-        async with server, ClientSession() as session:
-            url = "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
-            return await supervisor.is_there(session, url)
+    async def health(_: web.BaseRequest) -> web.Response:
+        return web.Response(status=status, headers=headers)
 
-    assert asyncio.run(is_there({drain.HEADER: "1"}))
-    assert not asyncio.run(is_there({}))
+    server = await asyncio.get_running_loop().create_server(web.Server(health), "127.0.0.1", 0)
+    async with server:
+        yield "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+
+
+async def test_an_engine_that_drains_does_not_count_as_one_that_hangs() -> None:
+    for headers in ({drain.HEADER: "1"}, {}):
+        async with one_that_says(503, **headers) as url, ClientSession() as session:
+            assert await supervisor.is_there(session, url) == bool(headers)
+
+
+async def test_without_a_proxy_nobody_is_served_and_serve_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(supervisor, "PAUSES", (0.0,))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    async with one_that_says(200) as url:
+        engine, proxy = (plan.Command(n, ["sleep", n], url) for n in ("60", "0.5"))
+        served = supervisor.Supervisor([engine], [proxy], tmp_path, said.append, said.clear)
+        assert await asyncio.wait_for(served.run(), 30) == 1
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert said[-2:] == ["no proxy is left: stopping", "stopped"]
 
 
 def test_stages_come_in_order() -> None:
