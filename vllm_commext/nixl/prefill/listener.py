@@ -308,9 +308,11 @@ def _of_one_address(
 
 
 def network_of(host: str) -> str:
-    if ":" not in host:
-        return host
-    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)  # how a socket for both kinds sees an IPv4 peer
+    if mapped or address.version == 4:
+        return str(mapped or address)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _max_connections() -> int:

@@ -479,8 +479,7 @@ def _is_whole(data: bytes) -> bool:
 def _network_of(host: str) -> str:
     """An IPv4 address, or the /64 of an IPv6 one, which one customer has."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    if address.version == 4:
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
+    mapped = getattr(address, "ipv4_mapped", None)
+    if mapped or address.version == 4:
+        return str(mapped or address)
     return str(ipaddress.ip_network((address, 64), strict=False))
