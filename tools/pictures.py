@@ -123,8 +123,9 @@ def grouped(
     return svg
 
 
-ADAPTIVE = "ordered 12/1000"
+WAYS = ("replicas", "fixed", "TP 2", "ordered 12/1000")
 CELLS = (
+    ("2026-11-29_bursts", "## Two H200, bursts", "2 x H200: bursts, 7/s"),
     ("2026-11-29_two", "Prompts of 8,000", "2 x H200: 8,000 tokens, 4.5/s"),
     ("2026-11-29_two", "The mixed load", "2 x H200: mixed, 9/s"),
     ("2026-11-29_two", "Conversations", "2 x H200: conversations, 2.5/s"),
@@ -137,8 +138,7 @@ def goodput() -> Svg:
     groups: list[tuple[str, list[Bar | None]]] = []
     for anchor, heading, name in CELLS:
         rows = {row["way"]: row for row in table_rows("goodput.md", anchor, heading)}
-        ways = ("replicas", "fixed", "TP 2", ADAPTIVE)
-        cells = [rows[way]["good, 12 ms, 1000 ms"] if way in rows else "" for way in ways]
+        cells = [rows[way]["good, 12 ms, 1000 ms"] if way in rows else "" for way in WAYS]
         groups.append((name, [share(cell) if cell else None for cell in cells]))
     names = ("replicas", "fixed roles", "TP 2 engines", "adaptive")
     title = "Percent within 1 s to the first token and 12 ms a token; lines: range of rounds"
