@@ -17,11 +17,7 @@ from tests.contract.vllm_caches import make_caches, state_views
 from tests.kit.descriptors import expand_rows
 from vllm_commext.compat import kv_connector
 from vllm_commext.errors import UnsupportedError
-from vllm_commext.nixl.geometry.layout import (
-    CacheLayout,
-    StateGeometry,
-    check_layout,
-)
+from vllm_commext.nixl.geometry.layout import CacheLayout, StateGeometry, check_layout
 from vllm_commext.nixl.geometry.plan import Blocks, plan_read
 from vllm_commext.nixl.geometry.topology import Rank, sources
 from vllm_commext.nixl.vllm_cache import ModelFacts, cache_layout
