@@ -28,7 +28,7 @@ from tests.attack.proxy_victim import (
     proxy,
 )
 from tests.kit.ports import LOOPBACK
-from tests.unit.proxy.test_proxy_access import certificate
+from tests.unit.proxy.test_proxy_access import certificate, whole_hello
 from vllm_commext.proxy.server import raise_limit
 
 SECONDS = 6.0
@@ -66,13 +66,14 @@ def _preflights(victim: Victim) -> None:
 
 
 def _handshakes(victim: Victim) -> None:
-    """Beginnings of TLS handshakes, more than one address may have connections."""
+    """TLS handshakes that stall after a whole first message, each of which costs the proxy 2 ms,
+    and after a part of it; more than one address may have connections."""
     raise_limit()
     ones: list[socket.socket] = []
-    for _ in range(6000):
+    for hello in (*[whole_hello()] * 2000, *[_HELLO] * 4000):
         with suppress(OSError):
             ones.append(connected(victim, OTHER))
-            ones[-1].sendall(_HELLO)
+            ones[-1].sendall(hello)
     time.sleep(SECONDS / 2)
 
 

@@ -7,6 +7,7 @@ import shutil
 import ssl
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -72,6 +73,16 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
+def whole_hello() -> bytes:
+    """A TLS client's first message."""
+    sent = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(
+            ssl.MemoryBIO(), sent, server_hostname="x"
+        ).do_handshake()
+    return sent.read()
+
+
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
     from vllm_commext.proxy.config import server_tls
     from vllm_commext.proxy.server import connections_of, open_port
@@ -120,10 +131,11 @@ async def test_no_answer_names_the_libraries_of_the_proxy(kit: Any, role: str) -
             assert "ServerDisconnected" not in told
 
 
+@pytest.mark.parametrize("hello", [b"\x16\x03\x01", whole_hello()], ids=["part", "whole"])
 async def test_handshakes_that_stall_count_as_connections(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hello: bytes
 ) -> None:
-    """They go when others come, and take nothing from those who get on."""
+    """They go when others come, and take nothing from those who get on. One is in progress."""
     from vllm_commext.proxy.config import server_tls
     from vllm_commext.proxy.http import connections
     from vllm_commext.proxy.server import open_port
@@ -132,6 +144,7 @@ async def test_handshakes_that_stall_count_as_connections(
     context = ssl.create_default_context(cafile=str(cert))
     options = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     monkeypatch.setattr(connections, "MIN_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "_MAX_HANDSHAKES", 1)
     guard = connections.Connections(3, 3, 60.0)
     async with kit.cluster(**options) as cluster:
         port = await open_port(
@@ -140,7 +153,7 @@ async def test_handshakes_that_stall_count_as_connections(
         number = port.sockets[0].getsockname()[1]
         stalled = [await asyncio.open_connection("127.0.0.1", number) for _ in range(3)]
         for _, writer in stalled:
-            writer.write(b"\x16\x03\x01")
+            writer.write(hello)
         await kit.until(lambda: guard.num_open == 3, "three handshakes")
         url = f"https://127.0.0.1:{number}"
         async with cluster.session.get(url + "/live", ssl=context) as response:
@@ -148,7 +161,8 @@ async def test_handshakes_that_stall_count_as_connections(
         await asyncio.sleep(0.2)
         async with cluster.session.post(url + "/v1/completions", json=BODY, ssl=context) as got:
             assert got.status == 200
-        assert await asyncio.wait_for(stalled[0][0].read(), 5) == b""
+        told = await asyncio.wait_for(stalled[0][0].read(), 5)
+        assert bool(told) == (len(hello) > 3)
         assert guard.num_open <= 3
         for _, writer in stalled:
             writer.close()

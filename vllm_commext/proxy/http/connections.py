@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import islice
 from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -62,6 +63,8 @@ _REFUSED_SECONDS = 2.0
 """A refused connection is kept until its request is read: one that is closed before is reset, and
 its client never reads the refusal."""
 _TLS_SECONDS, _HANDSHAKE = 10.0, b"\x16"
+_MAX_HANDSHAKES = 32
+"""Of one client in progress. While others of it wait, each has `MIN_IDLE_SECONDS`."""
 _NO_HTTP = "expected a request in HTTP/1.1 with a line and headers of at most 64 KiB each"
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
@@ -102,18 +105,19 @@ class _Begun(dict["Connection", None]):
         self._plan_step()
 
 
-class _Ready(dict[str, dict["Connection", None]]):
-    """Connections with a request that is to begin, by client."""
+class _Ready(dict[str, dict["Connection | Handshake", None]]):
+    """Connections with a request, or a handshake, that is to begin, by client."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_taken, self._turn_end, self._num_looks = 0, 0.0, 0
+        self.hands = WeakValueDictionary[str, _Hands]()
 
     def note_entered(self) -> None:
         self._num_looks = 2  # the next one may come before that of a connection that waits
 
-    def take_up(self, one: "Connection") -> None:
-        """Begin a request: at once, or in its client's turn where many come at once."""
+    def take_up(self, one: "Connection | Handshake") -> None:
+        """Begin it: at once, or in its client's turn where many come at once."""
         if not self._num_taken:
             self._turn_end = time.perf_counter() + _ENTRY_SECONDS
             asyncio.get_running_loop().call_soon(self._next_turn)
@@ -139,6 +143,40 @@ class _Ready(dict[str, dict["Connection", None]]):
                 self.take_up(one)
 
 
+class _Hands(dict["Handshake", float]):
+    """One client's TLS handshakes in progress, oldest first; when each was begun."""
+
+    def __init__(self, ready: _Ready) -> None:
+        super().__init__()
+        self._ready, self._held = ready, dict[Handshake, None]()
+
+    def begin(self, one: "Handshake") -> None:
+        """Begin it, once few are in progress, in its client's turn."""
+        if one not in self:
+            self._held[one] = None
+            self._go_on()
+
+    def end(self, one: "Handshake") -> None:
+        self._held.pop(one, None)
+        self.pop(one, None)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._held:
+            now = time.monotonic()
+            if len(self) >= _MAX_HANDSHAKES:
+                oldest, since = next(iter(self.items()))
+                if now - since < MIN_IDLE_SECONDS:
+                    break
+                del self[oldest]
+                oldest.one.cut()
+            one = next(iter(self._held))
+            del self._held[one]
+            self[one] = now
+            asyncio.get_running_loop().call_later(1.5 * MIN_IDLE_SECONDS, self._go_on)
+            self._ready.take_up(one)
+
+
 class Connections:
     def __init__(self, max_open: int, max_of_peer: int, client_seconds: float) -> None:
         self._max_open = max_open
@@ -162,7 +200,7 @@ class Connections:
         self, manager: web.Server, tls: ssl.SSLContext | None = None
     ) -> "Connection | Handshake":
         one = Connection(manager, self, asyncio.get_running_loop())
-        return one if tls is None else Handshake(one, tls)
+        return one if tls is None else Handshake(one, tls, self.ready)
 
     def enter(self, one: "Connection") -> bool:
         """Count *one* in; False if there is no room and none to close in its place."""
@@ -396,24 +434,36 @@ class Connection(web.RequestHandler):
 
 class Handshake(asyncio.Protocol):
     """A connection before the end of its TLS handshake; it counts like any other. TLS, which takes
-    a hundred kilobytes, begins when a client's first message is there."""
+    a hundred kilobytes and 2 ms, begins when a client's first message is there, in its turn."""
 
-    def __init__(self, one: Connection, tls: ssl.SSLContext) -> None:
-        self._one, self._tls, self._early = one, tls, b""
+    def __init__(self, one: Connection, tls: ssl.SSLContext, ready: _Ready) -> None:
+        self.one, self._tls, self._ready, self._early = one, tls, ready, b""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._timer = asyncio.get_running_loop().call_later(_TLS_SECONDS, self._one.cut)
-        self._one.enter(transport)
+        self._timer = asyncio.get_running_loop().call_later(_TLS_SECONDS, self.one.cut)
+        self.one.enter(transport)
+        self.peer = self.one.peer
+        self._hands = self._ready.hands.setdefault(self.peer, _Hands(self._ready))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self._one.cut()
+        self._hands.end(self)
+        self.one.cut()
 
     def data_received(self, data: bytes) -> None:
         self._early += data
         num_bytes = 5 + int.from_bytes(self._early[3:5])
-        if self._early[:1] != _HANDSHAKE or len(self._early) >= max(num_bytes, 6):
+        if len(self._early) > _BEGINNING_BYTES:  # no client says so much before the first answer
+            self.one.cut()
+        elif self._early[:1] != _HANDSHAKE or len(self._early) >= max(num_bytes, 6):
+            self._hands.begin(self)
+
+    def hold(self) -> None:
+        """What comes meanwhile is little."""
+
+    def take_up(self) -> None:
+        if not self._transport.is_closing():
             self._transport.pause_reading()
             self._timer.cancel()
             self._task = asyncio.create_task(self._shake_hands(self._transport))
@@ -422,7 +472,7 @@ class Handshake(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         began = asyncio.create_task(
             loop.start_tls(
-                *(transport, self._one, self._tls),
+                *(transport, self.one, self._tls),
                 server_side=True,
                 ssl_handshake_timeout=_TLS_SECONDS,
             )
@@ -433,10 +483,12 @@ class Handshake(asyncio.Protocol):
             secured = await began
         except OSError:  # or it has been cut
             secured = None
+        finally:
+            self._hands.end(self)
         if secured is None or secured.is_closing():
-            self._one.cut()
+            self.one.cut()
         else:
-            self._one.connection_made(secured)
+            self.one.connection_made(secured)
 
     def _pass_on(self) -> None:
         tls: Any = self._transport.get_protocol()
