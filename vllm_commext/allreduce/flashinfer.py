@@ -56,8 +56,7 @@ class Workspace:
 
 
 def check_flashinfer() -> Any:
-    """Import FlashInfer's collectives, compile and load its kernels; UnsupportedError where that
-    fails."""
+    """Import FlashInfer's collectives and load its kernels; UnsupportedError where that fails."""
     try:
         version = Version(importlib.import_module("flashinfer").__version__)
         comm = importlib.import_module("flashinfer.comm")

@@ -37,8 +37,7 @@ MAX_SLOT_BYTES = 1 << 29  # FlashInfer computes the offset of its third slot in 
 
 @dataclass(frozen=True)
 class Message:
-    """The shape of a tensor to be summed, of any number of dimensions, and its dtype, a key of
-    `ITEM_BYTES`."""
+    """Shape of a tensor to be summed, of any number of dimensions, and dtype, of `ITEM_BYTES`."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -68,8 +68,8 @@ def gpus_of(args: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, tuple[
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: ended as asked; 1: no engine is left. Raises `CommextError` with the cause if it cannot
-    start."""
+    """0: ended as asked; 1: no engine or no proxy is left. Raises `CommextError` with the cause if
+    it cannot start."""
     request, here = _request(args)
     if args.print:
         with closing(checks.free_ports()) as ports:

@@ -58,8 +58,7 @@ def is_meant(communicator: Any) -> bool:
 
 
 def why_not(communicator: Any) -> str:
-    """Return why a communicator gets no rings; empty where it does. Collective, and the same on
-    all ranks."""
+    """Return why a communicator gets no rings, or ""; collective, and the same on all ranks."""
     from torch import distributed
     from vllm.distributed.parallel_state import in_the_same_node_as
 
@@ -71,8 +70,7 @@ def why_not(communicator: Any) -> str:
 
 
 def attach(communicator: Any) -> None:
-    """Give a communicator its rings where it is meant to have them, or say in one line why not;
-    collective."""
+    """Give a communicator its rings where it is meant to have them, or log why not; collective."""
     from vllm_commext.collective import Collective
 
     if not is_meant(communicator):

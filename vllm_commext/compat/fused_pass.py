@@ -114,8 +114,7 @@ def _quantisers(ops: fused_graph.Ops, dtype: torch.dtype, device: Any) -> Any:
         return QuantiserPatterns(ops, dtype, device)
     except Exception as error:  # noqa: BLE001 - an engine must start without them
         logger.warning(
-            "commext: allreduce: quantization not fused: %s: %s",
-            *(type(error).__name__, error),
+            "commext: allreduce: quantization not fused: %s: %s", *(type(error).__name__, error)
         )
         return None
 

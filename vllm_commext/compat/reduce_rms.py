@@ -115,8 +115,7 @@ def _why_not(world_size: int, group: "ProcessGroup") -> str:
 
 
 def take_part(rank: int, world_size: int, group: "ProcessGroup") -> "Workspace | None":
-    """The workspace for the model's norms, or None where they are left to vLLM, with one line
-    why."""
+    """The workspace for the model's norms; None, and a line why, where they are left to vLLM."""
     try:
         reason = _why_not(world_size, group)
         made = None if reason else workspace_of(rank, world_size, group)

@@ -109,8 +109,7 @@ def _add_lora(add: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_change_weights(method: Any) -> bool:
-    """Methods that vLLM and training frameworks name after weights, and functions, which may do
-    anything."""
+    """Methods that vLLM and training frameworks name after weights, and any functions."""
     if not isinstance(method, str):
         return True
     named = method.lower()

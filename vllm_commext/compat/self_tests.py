@@ -106,8 +106,7 @@ def _request(**params: Any) -> Any:
 
 
 def first_token() -> None:
-    """Tokens become the last ones of a prompt, go to the client, and the last one may end an
-    answer."""
+    """Tokens become the last ones of a prompt, go to the client, and the last may end an answer."""
     from vllm_commext.compat import first_token
 
     request = _request()

@@ -207,8 +207,7 @@ def check_delivery(addresses: Sequence[int], collective: Collective) -> None:
     macros = {"WORLD_SIZE": world_size, "RANK": rank}
     function = collective.agree(
         lambda: launch.load(
-            *(Program(PEER_CHECK), macros, launch.WARP, launch.current_device()),
-            programmatic=False,
+            *(Program(PEER_CHECK), macros, launch.WARP, launch.current_device()), programmatic=False
         )
     )
     collective.agree(lambda: _look(function, addresses, rank, world_size))

@@ -1,5 +1,4 @@
-"""`CommextNixlConnector`: vLLM's KV-connector interface, split into the scheduler side and the
-worker side."""
+"""`CommextNixlConnector`: vLLM's KV-connector interface, of the scheduler and of the workers."""
 
 from __future__ import annotations
 

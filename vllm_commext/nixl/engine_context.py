@@ -88,8 +88,7 @@ class EngineContext:
 
     @cached_property
     def secret(self) -> bytes | None:
-        """Seals parameters and proves side channels; None without a secret file; raises
-        ConfigError."""
+        """Seals parameters and side channels; None without a secret file; raises ConfigError."""
         return read_secret(self.config.side_channel_secret_file)
 
     @cached_property

@@ -1,5 +1,4 @@
-"""Reads vLLM's configuration: refuses what cannot be served, and lists the facts that both engines
-compare."""
+"""Reads vLLM's configuration: refuses what cannot be served, and lists what engines compare."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ Stats = tuple[tuple[str, int, int, int], ...]
 
 
 def stats_of(folder: Path, names: Iterable[str]) -> Stats:
-    """Name, bytes, and nanoseconds of the last change of content and of anything, of each file that
-    is there."""
+    """Name, bytes, and nanoseconds of the last change of content and of anything, of each file."""
     found = ((name, folder / name) for name in names)
     stats = ((name, path.stat()) for name, path in found if path.is_file())
     return tuple((name, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in stats)

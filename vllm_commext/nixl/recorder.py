@@ -1,5 +1,4 @@
-"""The connector's metrics: counts and timings of one worker since they were last taken; safe for
-threads."""
+"""The connector's metrics: counts and timings of a worker since they were taken; thread-safe."""
 
 from __future__ import annotations
 

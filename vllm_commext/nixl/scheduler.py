@@ -1,5 +1,4 @@
-"""The connector's scheduler side: decides what is loaded and what is kept, and serves the side
-channel."""
+"""The connector's scheduler side: decides what is loaded and kept, and serves the side channel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The connector's worker side: registers the cache, and passes commands to the transfer thread and
-outcomes back."""
+"""The connector's worker side: registers the cache, and commands the transfer thread."""
 
 from __future__ import annotations
 

@@ -183,8 +183,7 @@ def _named_url(given_by: str, url: str) -> str:
 
 
 def engine_url(given_by: str, url: str) -> str:
-    """Normalise *url* to the form that engines are known by. Raises `ConfigError` that names
-    *given_by*."""
+    """Normalise *url* as engines are known by it. Raises `ConfigError` that names *given_by*."""
     expected = f"{given_by}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
     try:
         parts = urlsplit(url)

@@ -105,10 +105,7 @@ DECODE_ASKED, DECODE_ANSWERS = "decode asked", "decode answers"
 class Phase(Reason):
     ASKED = "asked", "no engine works on it"
     PLANNED = "planned", "its engines are chosen; a decode engine may be computing all of it"
-    PREFILLING = (
-        "prefilling",
-        "a prefill engine computes the prompt; a decode engine may read it",
-    )
+    PREFILLING = ("prefilling", "a prefill engine computes the prompt; a decode engine may read it")
     OPENED = "opened", "a decode engine has begun to answer"
     RELAYING = "relaying", "the client gets the answer"
     MOVING = "moving", "the answer has stopped, while another decode engine repeats it"

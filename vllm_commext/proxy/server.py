@@ -245,8 +245,7 @@ class ProxyApp:
 
 
 def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
-    """Open the sender of spans if OpenTelemetry's variables name an endpoint; its import takes a
-    second."""
+    """Open the sender of spans, in a second, if OpenTelemetry's variables name an endpoint."""
     named = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if is_off or environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environ.get, named)):
@@ -454,8 +453,7 @@ def raise_limit() -> int:
 
 
 def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
-    """Limit requests and connections by descriptors: a request has one client and up to two
-    engines."""
+    """Limit requests and connections by descriptors: a request has a client and two engines."""
     in_flight = min(config.max_in_flight, max((limit - _OWN) // 3, 1))
     room = max(limit - _OWN - 2 * in_flight, 1)
     if in_flight < config.max_in_flight:

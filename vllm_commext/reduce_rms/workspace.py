@@ -80,8 +80,7 @@ def find(handle: int) -> Workspace:
 
 
 def find_tensor(words: torch.Tensor) -> Workspace:
-    """Return the workspace whose `Workspace.workspace` is this very tensor; ConfigError where none
-    is."""
+    """Return the workspace whose `Workspace.workspace` is this tensor; ConfigError if none is."""
     address = words.data_ptr()
     for candidate in list(_by_handle.values()):
         if candidate.workspace.data_ptr() == address:

@@ -1,5 +1,4 @@
-"""A process that belongs to this one: in a session of its own, with a log file, and nothing of it
-stays."""
+"""A process that belongs to this one: with a session and a log file, and nothing of it stays."""
 
 import contextlib
 import ctypes

@@ -125,8 +125,7 @@ class Encoder:
         self._start()
 
     def _start(self) -> None:
-        """Make a pickler; one that has raised, was interrupted or has pickled much is not used
-        again."""
+        """Make a pickler; one that has raised, was interrupted or pickled much is not reused."""
         self._chunks: list[Any] = []
         self._buffers: list[Any] = []
         self._pickler = pickle.Pickler(

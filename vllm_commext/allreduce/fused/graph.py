@@ -134,8 +134,7 @@ def _match(graph: fx.Graph, ops: Ops, node: fx.Node, serves: Serves) -> _Match |
 
 
 def _is_quantised(ops: Ops, out: fx.Node) -> bool:
-    """Return whether a quantiser takes it, itself or wrapped as an op that writes into its
-    arguments."""
+    """Return whether a quantiser takes it, itself or wrapped as an op that writes its arguments."""
     return any(
         user.target in ops.quantisers
         or (user.target is auto_functionalized and user.args[0] in ops.quantisers)
@@ -175,8 +174,7 @@ def _shape(x: Any, residual: Any, weight: Any, weight_bias: int) -> FusedShape |
 
 
 def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two shapes are known to be the same, without a new condition on symbolic
-    sizes."""
+    """Return whether two shapes are known to be the same, without a new condition on sizes."""
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in pairs)
 

@@ -218,8 +218,7 @@ class Links:
             link.drop()
 
     def close(self, key: PeerKey, *, has_ended: bool) -> None:
-        """The engine behind a key does not answer, or its process has ended: what is read from it
-        has no prospect."""
+        """The engine behind a key does not answer, or has ended: its reads have no prospect."""
         for link in self._existing():
             if link.key == key:
                 link.closed = True

@@ -153,8 +153,7 @@ class Quarantine:
             self._loading[state.request_id] = state
 
     def end(self, request_id: str) -> LoadState | None:
-        """All workers have reported the load, which is returned; if it is late, its blocks are kept
-        nevertheless."""
+        """All workers have reported the load, which is returned; if late, its blocks are kept."""
         state = self._loading.pop(request_id, None)
         if state is None:
             return self._late.get(request_id)

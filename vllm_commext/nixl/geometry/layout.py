@@ -214,8 +214,7 @@ def block_bytes(layout: CacheLayout, family: Family) -> int:
 
 
 def check_layout(layout: CacheLayout) -> None:
-    """Raise ProtocolError for a description whose numbers, each in its range, do not go
-    together."""
+    """Raise ProtocolError where a description's numbers, each in its range, do not go together."""
     _expect(layout.tp_rank < layout.tp_size, "tp_rank below tp_size")
     for family in layout.families:
         _expect(0 <= family.group < len(layout.groups), "family.group")

@@ -177,8 +177,7 @@ class Listener:
         self._answer(connection, message)
 
     def _take(self, connection: Connection) -> bytes | None:
-        """The next message of a connection, None where there is none yet or no more; raises
-        ProtocolError."""
+        """The next message of a connection, None where there is none; raises ProtocolError."""
         message = connection.decoder.take()
         if message is not None:
             return message

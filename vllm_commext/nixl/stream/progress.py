@@ -130,8 +130,7 @@ ENDED = 0  # in the nonce's place: the request's blocks are free, or going to be
 
 @dataclass(frozen=True)
 class Header:
-    """A row's header: ``num_tokens`` can be read under ``nonce``, and if ``is_whole`` all that
-    belongs to them."""
+    """A row's header: ``num_tokens`` can be read under ``nonce``; if ``is_whole``, all theirs."""
 
     tag: int
     nonce: int

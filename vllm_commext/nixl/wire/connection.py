@@ -1,5 +1,4 @@
-"""The asking end of a side channel: one TCP connection that never blocks, and never keeps more than
-one answer."""
+"""The asking end of a side channel: one TCP connection that never blocks, and keeps one answer."""
 
 from __future__ import annotations
 

@@ -216,8 +216,7 @@ class Released(Frame, tag="released", frozen=True):
 
 
 class KeepAlive(Frame, tag="keep_alive", frozen=True):
-    """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks or
-    reads them."""
+    """NIXL notification, decode to prefill: a consumer still waits for these requests' blocks."""
 
     consumer: Id
     request_ids: list[Id]

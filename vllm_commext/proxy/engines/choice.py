@@ -27,8 +27,7 @@ too many."""
 
 @dataclass(slots=True)
 class Plan:
-    """prefill: None where *decode* computes the prompt itself; decode: None for the engine with the
-    least work."""
+    """prefill: None where *decode* computes the prompt; decode: None for the least busy engine."""
 
     prefill: Engine | None = None
     decode: Engine | None = None
@@ -88,8 +87,7 @@ def orders_prompts(config: ProxyConfig, decode: EnginePool) -> bool:
 
 
 def reads_load(config: ProxyConfig, decode: EnginePool) -> bool:
-    """True where anything depends on engines' work and speed, or shows them; else neither is
-    learned."""
+    """True where anything depends on engines' work and speed, or shows them."""
     return (
         config.admin_port is not None
         or orders_prompts(config, decode)
@@ -128,14 +126,9 @@ class Chooser:
         return is_adaptive(self._mode, self.pools[DECODE])
 
     def plan(
-        self,
-        prefix: Prefix,
-        tokens: int,
-        failed: Collection[Engine],
-        may_hand_over: bool,
+        self, prefix: Prefix, tokens: int, failed: Collection[Engine], may_hand_over: bool
     ) -> Plan | None:
-        """Plan for a prompt of *tokens*, avoiding *failed*; None where the engines' roles
-        decide."""
+        """Plan for a prompt of *tokens*, avoiding *failed*; None where engines' roles decide."""
         if self._mode == LOCAL:
             return Plan()
         if not self.is_adaptive:
@@ -174,8 +167,7 @@ class Chooser:
         return Plan(source, engine, placement, now + placement.first_token, answer)
 
     def keeper(self, name: Any) -> Engine | None:
-        """Engine that keeps the answer *name*, which a request goes on from; None: any. Raises
-        `ProxyError`."""
+        """Engine that keeps the answer *name*, for a request; None: any. Raises `ProxyError`."""
         pool = self.pools[DECODE]
         engine = self.keepers.get(name) if isinstance(name, str) else None
         if engine is None and len(pool.engines) == 1:

@@ -121,11 +121,7 @@ class Planner:
         self.shared = Speeds(limits)
 
     def place(
-        self,
-        now: float,
-        tokens: int,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
+        self, now: float, tokens: int, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Way | None:
         """Best placement of a prompt of *tokens*; None while nothing is known of engines' speed.
         Engines for both steps are in both sequences, as the same candidates."""

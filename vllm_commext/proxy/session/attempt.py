@@ -25,8 +25,7 @@ CHECK_SECONDS = 10.0
 """Longest wait for a check of an engine that has broken a connection."""
 LOOK_SECONDS = 0.02
 MAX_WAITING = 8
-"""Requests that wait at decode engines for one prefill engine, which vLLM looks at in every
-step."""
+"""Requests that wait at decode engines for one prefill engine: vLLM looks at each every step."""
 
 
 def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,8 +315,7 @@ class Attempt:
         return Stream(body, self._payload, ask, way)
 
     async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:
-        """Answer of a decode engine that was asked at once; None to ask it again with the prefill's
-        answer."""
+        """Answer of a decode engine asked at once; None: ask it again with the prefill's answer."""
         self.route.path, self.route.prefill = outcome.STREAMED, stream.source
         opened = await stream.opened()
         if isinstance(opened, ProxyError):

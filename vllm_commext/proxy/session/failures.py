@@ -270,8 +270,7 @@ async def read_answer(engine: Engine, response: aiohttp.ClientResponse) -> Engin
 async def prefilled_params(
     engine: Engine, status: int, answer: EngineAnswer
 ) -> tuple[dict[str, Any] | None, Cached | None]:
-    """Parameters in a prefill's *answer*, in which what is long stays text, and its usage's cached
-    tokens."""
+    """Parameters in a prefill's *answer*, long ones as text, and its usage's cached tokens."""
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:

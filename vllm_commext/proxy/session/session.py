@@ -87,8 +87,7 @@ class Session:
         and `ClientGoneError`."""
         service = self._service
         self._asked = asked = Asked(
-            *(request, body, headers),
-            *(service.config.min_prompt_tokens, service.config.affinity),
+            *(request, body, headers), *(service.config.min_prompt_tokens, service.config.affinity)
         )
         self._outcome.prompt_tokens = asked.tokens
         asked.follow(service.room)

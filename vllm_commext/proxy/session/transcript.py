@@ -115,8 +115,7 @@ class _Told:
         self.texts: dict[str, bytearray] = {}
 
     def take(self, choice: _Choice, pieces: Iterable[int]) -> bool:
-        """Keep a part of an answer that came in *pieces*; False if it is not known, or has no
-        ids."""
+        """Keep a part of an answer that came in *pieces*; False if it is unknown, or has no ids."""
         ids, delta = choice.token_ids, choice.delta
         try:
             if ids is None:

@@ -311,8 +311,7 @@ class Upstream:
         return taken
 
     def _orders(self, engine: Engine) -> bool:
-        """True if prompts wait here until an engine of one rank has nearly computed those before
-        them."""
+        """True if prompts wait here until an engine of one rank has nearly computed others."""
         is_known = len(engine.capabilities.ranks) == 1 and engine.load.speed.is_known
         return is_known and orders_prompts(self.config, self.decode_pool)
 

@@ -45,8 +45,7 @@ class Times:
         self._bins[round(math.log(max(seconds, 1e-6)) / _GROWTH)] += 1
 
     def quantiles(self, *shares: float) -> list[float | None]:
-        """Seconds that each of *shares*, in ascending order, was within; None where there are
-        none."""
+        """Seconds that each of *shares*, in ascending order, was within; None without any."""
         total, passed, found = self._bins.total(), 0, list[float | None]()
         for number in sorted(self._bins):
             passed += self._bins[number]
