@@ -205,8 +205,7 @@ class Load:
         seconds = time.monotonic() - started
         found = verdict(talk.is_right(text), error, seconds, self.bound_seconds)
         self._count(
-            *(found, error),
-            lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}",
+            *(found, error), lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}"
         )
         return found
 

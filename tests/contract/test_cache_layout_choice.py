@@ -107,7 +107,6 @@ def test_beside_vllms_connectors_all_ask_for_one_layout() -> None:
 
 
 def test_a_cpu_is_asked_for_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
-    asked = CommextNixlConnector.get_required_kvcache_layout(engine_config())
-    assert asked == "LBHNC"
+    assert CommextNixlConnector.get_required_kvcache_layout(engine_config()) == "LBHNC"
     assert chosen(engine_config(), "CPUAttention") == "LBHNC"
     assert "does not satisfy" not in caplog.text

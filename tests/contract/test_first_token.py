@@ -180,11 +180,7 @@ def test_a_paused_engine_says_nothing(make_core: MakeCore, channel: Channel, nam
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", ["parameters", "stream"])
 def test_an_engine_whose_step_is_vllms_own_sends_nothing_and_leaves_failures_to_it(
-    make_core: MakeCore,
-    channel: Channel,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    fails: bool,
+    make_core: MakeCore, channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str, fails: bool
 ) -> None:
     prefill, arrival = make_core("kv_producer"), ARRIVALS[name]
 
@@ -286,8 +282,7 @@ def test_a_token_that_may_not_be_the_answers_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "way"),
-    [(False, True, FirstToken.NOT_OFFERED), (True, False, FirstToken.OFF)],
+    ("there", "here", "way"), [(False, True, FirstToken.NOT_OFFERED), (True, False, FirstToken.OFF)]
 )
 def test_either_side_can_leave_it_off(
     make_core: MakeCore, there: bool, here: bool, way: str

@@ -11,13 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
-from tests.contract.scheduled_core import (
-    BLOCK,
-    Core,
-    next_token,
-    request_of,
-    turn_until,
-)
+from tests.contract.scheduled_core import BLOCK, Core, next_token, request_of, turn_until
 from tests.kit.examples import examples
 from vllm_commext.nixl.requests import RemoteRequest
 from vllm_commext.nixl.wire.params import OWN_FIELDS, TransferParams, params_of, write_params

@@ -88,10 +88,7 @@ def test_these_caches_are_served(specs: list[Any]) -> None:
     [
         ([CROSS], ["CrossAttentionSpec", "NixlConnector"]),
         ([FULL, CROSS], ["CrossAttentionSpec"]),
-        (
-            [FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")],
-            ["keeps others", "'all'"],
-        ),
+        ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], ["keeps others", "'all'"]),
         (
             [FULL, dataclasses.replace(MAMBA, num_speculative_blocks=3)],
             ["one state a request", "--speculative-config"],

@@ -49,8 +49,7 @@ def test_rejects_of_the_side_channel_are_counted_once() -> None:
         for _ in range(3):
             with pytest.raises(ProtocolError):
                 ask(HOST, port, wire.DescribeRequest(engine_id="another", tp_rank=0))
-        stats = side.take_stats()
-        assert stats["side_channel_rejects"] == 3
+        assert side.take_stats()["side_channel_rejects"] == 3
         assert side.take_stats() is None
     finally:
         side.close()
@@ -98,8 +97,7 @@ def test_a_request_is_counted_once_whatever_the_number_of_ranks(num_ranks: int) 
             finished_sending={"read", "late"},
             finished_recving={"good", "bad"},
             kv_connector_worker_meta=WorkerMetadata(
-                failed={"bad": FailedLoad("timeout" if rank == 0 else "transfer")},
-                expired={"late"},
+                failed={"bad": FailedLoad("timeout" if rank == 0 else "transfer")}, expired={"late"}
             ),
         )
         idle = KVConnectorOutput()
@@ -184,5 +182,4 @@ def staged(stage: int, rank: int) -> bytes:
 
 
 def gauge(side: SchedulerSide, name: str) -> float:
-    stats = side.take_stats()
-    return stats["gauges"]["scheduler"][name]
+    return side.take_stats()["gauges"]["scheduler"][name]

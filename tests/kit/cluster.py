@@ -20,9 +20,8 @@ COLLECTIVES = "cpu_collectives: ring buffers serve group tp:0"
 """In the log of a server whose CPU collectives are ours: vLLM has its own on some processors."""
 CONNECTOR = "CommextNixlConnector"
 
-# Eager: the tiny models gain nothing from compilation, which would need a C++ compiler and a
-# minute a server.
-# The data type is named because vLLM's "auto" turns float32 weights into bfloat16.
+# Eager: the tiny models gain nothing from compilation, which would need a C++ compiler and a minute
+# a server. The data type is named because vLLM's "auto" turns float32 weights into bfloat16.
 ENGINE_ARGS = (
     *("--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_SIZE)),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),

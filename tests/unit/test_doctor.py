@@ -249,8 +249,7 @@ def test_a_free_and_a_taken_port() -> None:
     ],
 )
 def test_a_port_or_a_host_that_is_none(name: str, value: str, level: Level) -> None:
-    check = table.side_channel_port({f"VLLM_NIXL_SIDE_CHANNEL_{name}": value})
-    assert check.level is level
+    assert table.side_channel_port({f"VLLM_NIXL_SIDE_CHANNEL_{name}": value}).level is level
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -143,8 +143,7 @@ def test_a_measured_table_comes_before_the_built_in_one(
     assert found == msgspec.structs.replace(measured, fused=known.fused)
     own = {"bfloat16": (Row(8, ("apart",)),)}
     cache.save(machine, msgspec.structs.replace(measured, fused=own))
-    found = cache.find_table(machine, 2)
-    assert found.fused == own
+    assert cache.find_table(machine, 2).fused == own
     without = cache.find_table(machine, 2, use_cache=False)
     assert without == builtin_table(machine.gpu, 2)
     assert cache.find_table(machine, 3) is None

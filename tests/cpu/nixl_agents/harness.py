@@ -21,13 +21,7 @@ from tests.kit.descriptors import one_plane
 from tests.kit.servers import free_port
 from vllm_commext.nixl.config import ConnectorConfig
 from vllm_commext.nixl.decode.links import LocalWorker
-from vllm_commext.nixl.geometry.layout import (
-    FULL,
-    AttentionGeometry,
-    CacheLayout,
-    Family,
-    Group,
-)
+from vllm_commext.nixl.geometry.layout import FULL, AttentionGeometry, CacheLayout, Family, Group
 from vllm_commext.nixl.geometry.plan import Blocks
 from vllm_commext.nixl.geometry.topology import Rank
 from vllm_commext.nixl.mapped import Mapper

@@ -164,8 +164,7 @@ def test_a_peer_that_lives_and_whose_side_channel_closes_keeps_its_connection(
 
 @pytest.mark.long
 def test_a_peer_keeps_its_connection_where_one_of_its_addresses_ends(
-    make_engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_commext.nixl.decode.peers.IDLE_SECONDS", 2.0)
     decode = make_engine("d", seed=2)

@@ -11,11 +11,7 @@ from torch import distributed
 
 from vllm_commext.allreduce import flashinfer as backend_module
 from vllm_commext.allreduce import machine
-from vllm_commext.allreduce.flashinfer import (
-    FlashInferBackend,
-    Workspaces,
-    check_flashinfer,
-)
+from vllm_commext.allreduce.flashinfer import FlashInferBackend, Workspaces, check_flashinfer
 from vllm_commext.allreduce.limits import Message
 from vllm_commext.errors import UnsupportedError
 

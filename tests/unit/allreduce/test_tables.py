@@ -345,10 +345,7 @@ class TestCache:
         ],
     )
     def test_columns_of_another_minor_release_of_their_library_are_void(
-        self,
-        changes: dict[str, str],
-        left: list[tuple[str, ...]],
-        fused: tuple[str, ...],
+        self, changes: dict[str, str], left: list[tuple[str, ...]], fused: tuple[str, ...]
     ) -> None:
         rows = (
             Row(64, (limits.FLASHINFER_ONE_SHOT, limits.NCCL)),

@@ -47,11 +47,7 @@ def asking(port: int, secret: bytes | None = None) -> Iterator[Inquiry]:
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_whoever_has_asked_is_told_and_told_again_when_it_is_over(secret: bytes | None) -> None:
     drains = threading.Event()
-    with (
-        serving(drains, secret) as port,
-        asking(port, secret) as one,
-        asking(port, secret) as two,
-    ):
+    with serving(drains, secret) as port, asking(port, secret) as one, asking(port, secret) as two:
         assert one.take_news() is None
         for expected in (True, False):
             drains.set() if expected else drains.clear()

@@ -90,8 +90,7 @@ def test_a_question_is_held_until_a_prompt_begins(served: Served) -> None:
     assert inquiry.poll() is None
     served.begin(3)
     served.begin(2)
-    found = answer_to(inquiry)
-    assert set(found) == {key(2)}
+    assert set(answer_to(inquiry)) == {key(2)}
     assert served.server._held == {}
 
 
@@ -99,8 +98,7 @@ def test_a_question_is_held_until_a_prompt_begins(served: Served) -> None:
 def test_a_question_is_answered_when_its_time_is_over(served: Served, wait_seconds: float) -> None:
     question = wire.FindStreams(keys=[key(1)], wait_seconds=wait_seconds)
     begun = time.monotonic()
-    found = answer_to(ask(served, question))
-    assert found == {}
+    assert answer_to(ask(served, question)) == {}
     assert time.monotonic() - begun >= (wait_seconds if wait_seconds == 0.05 else 0.0)
 
 
@@ -121,8 +119,7 @@ def test_a_question_takes_the_place_of_the_one_before(served: Served) -> None:
     inquiry.ask(wire.FindStreams(keys=[key(2)], wait_seconds=1.0))
     wait_for(lambda: next(iter(served.server._held.values())).asked.keys == [key(2)])
     served.begin(2)
-    found = answer_to(inquiry)
-    assert set(found) == {key(2)}
+    assert set(answer_to(inquiry)) == {key(2)}
 
 
 def test_too_many_keys_are_refused(served: Served) -> None:

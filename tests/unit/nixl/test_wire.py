@@ -176,9 +176,7 @@ def _decode_or_refuse(decode: Callable[[Any], Any], frame: Any) -> None:
         KeepAlive(consumer="c", request_ids=["r", "r" * 129]),
     ],
 )
-def test_notifications_of_any_length_are_refused(
-    told: Released | KeepAlive,
-) -> None:
+def test_notifications_of_any_length_are_refused(told: Released | KeepAlive) -> None:
     with pytest.raises(ProtocolError, match="notification: .*Expected"):
         decode_notification(wire.encode(told))
 

@@ -254,10 +254,7 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
     kit: Any, tmp_path: Path
 ) -> None:
     release = asyncio.Event()
-    async with (
-        kit.engine(kit.held(release)).running() as added,
-        kit.cluster(**QUICK) as cluster,
-    ):
+    async with kit.engine(kit.held(release)).running() as added, kit.cluster(**QUICK) as cluster:
         admin = await admin_of(tmp_path, cluster)
         pool, first = cluster.pools[1], cluster.decode[0]
         status, told = await admin.ask(

@@ -236,10 +236,7 @@ def test_what_the_client_has_not(case: str) -> None:
 
 LEFT: dict[str, tuple[bytes, Resume]] = {
     "no token ids": (says(0, delta={"content": "a"}), Resume.NOT_TOLD),
-    "an unknown part": (
-        says(0, delta={"audio": {"data": "x"}}, token_ids=[1]),
-        Resume.NOT_TOLD,
-    ),
+    "an unknown part": (says(0, delta={"audio": {"data": "x"}}, token_ids=[1]), Resume.NOT_TOLD),
     "a token out of range": (says(0, delta={}, token_ids=[1 << 40]), Resume.NOT_TOLD),
     "another thing": (b'data: {"n": 1}\n\n', Resume.NOT_TOLD),
     "text": (b"data: hello\n\n", Resume.NOT_TOLD),

@@ -185,11 +185,7 @@ SCENARIOS = {
         [(0, ADVANCE, RELAXED), (1, READ_HEAD, RELAXED), (2, ADVANCE, RELAXED)],
     ),
     "one wake-up for two sleepers": Scenario(
-        [
-            waker("head", 1, "event seen"),
-            sleeper("head", 1, "one"),
-            sleeper("head", 1, "other"),
-        ],
+        [waker("head", 1, "event seen"), sleeper("head", 1, "one"), sleeper("head", 1, "other")],
         {"head": 0, "event": 0},
         somebody_sleeps,
         [(0, ADVANCE, RELEASE), (0, LOOK_AT_EVENT, ACQUIRE), (2, TICKET, RELAXED)],
