@@ -38,6 +38,7 @@ from tests.kit.servers import Server, VllmServer
 from tests.kit.tiny_kinds import KINDS
 from tests.kit.tiny_lora import write_lora
 from tests.kit.tiny_model import write_tiny_model
+from tests.kit.tiny_rotors import draw_rotors
 from vllm_commext import private_files
 from vllm_commext.proxy.outcome import Resume
 
@@ -134,7 +135,9 @@ def servers(
     kind, reuses, does = request.param
     folder = tmp_path_factory.mktemp(kind)
     # Where a slow reader's events are merged, vLLM's parser drops the text before this token.
-    model = with_markup(write_tiny_model(folder / kind, kind), folder / "model", "<think>")
+    draw = draw_rotors if kind == "qwen3next" else None
+    written = write_tiny_model(folder / kind, kind, draw=draw)
+    model = with_markup(written, folder / "model", "<think>")
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
     args = [*KINDS[kind].cpu_options, "--chat-template", str(template)]

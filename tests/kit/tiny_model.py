@@ -8,7 +8,7 @@ a KV connector on such weights cannot fail.
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,14 @@ def write_tiny_model(
     seed: int = 0,
     dtype: str = "float32",
     num_layers: int | None = None,
+    draw: Callable[[Any, Kind, int], None] | None = None,
 ) -> Path:
     """Write configuration, weights and tokenizer of a tiny model; return the folder.
 
     ``dtype`` is the torch name the weights are stored in; float32 is the default because CPUs
     without bfloat16 instructions compute it natively too. ``num_layers``: as the kind has where it
-    is None. The same arguments give the same files, byte for byte.
+    is None. ``draw``: what gives the weights instead of ``seed``. The same arguments give the same
+    files, byte for byte.
     Raises ``ConfigError`` for an unknown ``kind``.
     """
     if isinstance(kind, str) and kind not in KINDS:
@@ -83,7 +85,7 @@ def write_tiny_model(
             fields["num_hidden_layers"] = num_layers
         config = AutoConfig.for_model(chosen.model_type, **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _draw_weights(model, chosen, seed)
+    (draw or _draw_weights)(model, chosen, seed)
     _save(model.to(getattr(torch, dtype)), target, chosen.renames)
     write_tokenizer(target)
     return target
