@@ -11,7 +11,7 @@
 // warps of the block with the same index on other GPUs. Blocks begin in the order of their index, so
 // the lowest that has not ended everywhere has a free place there.
 //
-// SHARE, set by backends/push.py: chunks of every rank that a block handles at a time.
+// SHARE, set by allreduce/push.py: chunks of every rank that a block handles at a time.
 
 #include "push_args.h"
 

@@ -240,7 +240,7 @@ class LocalPrefill(Reason):
     NO_PARAMETERS = "no_kv_transfer_params", "the prefill engine's answer has no parameters"
     PREFILL_AWAY = "prefill_away", "no prefill engine can be reached"
     PREFILL_FAILED = "prefill_failed", "prefill engines have failed"
-    AFTER_FAILURE = "after_failure", "served anew, after a prefill engine's failure"
+    AFTER_FAILURE = "after_failure", "served anew, after a failed prefill or KV load"
     PLACEMENT = "placement", "so it is placed: see commext_proxy_placements"
     NO_READER = "no_reader", "no other engine can be asked than the one that has computed it"
     SHORT_PROMPT = "short_prompt", "the prompt is shorter than --min-prompt-tokens"
