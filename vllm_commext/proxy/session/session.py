@@ -89,6 +89,7 @@ class Session:
         self._asked = asked = Asked(
             *(request, body, headers), *(service.config.min_prompt_tokens, service.config.affinity)
         )
+        del body  # 32 MB that would stay as long as the stream
         self._outcome.prompt_tokens = asked.tokens
         asked.follow(service.room)
         before = None if asked.endpoint.is_split else asked.body.get("previous_response_id")
