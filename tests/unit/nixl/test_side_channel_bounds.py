@@ -12,11 +12,11 @@ from tests.kit.descriptions import description
 from tests.kit.inquiry import Inquiry, wait_for
 from tests.kit.ports import LOOPBACK, free_port
 from vllm_commext.errors import CommextError, ProtocolError
+from vllm_commext.networks import network_of
 from vllm_commext.nixl.prefill import listener
 from vllm_commext.nixl.prefill.side_channel import SideChannelServer
 from vllm_commext.nixl.wire import connection, zmtp
 from vllm_commext.nixl.wire import messages as wire
-from vllm_commext.proxy.http import connections
 
 BOUND_SECONDS = 20.0
 FINISH_SECONDS = 0.3
@@ -69,8 +69,7 @@ def test_who_does_not_finish_in_time_is_closed_and_who_has_asked_is_kept(
 def test_connections_count_for_an_ipv4_address_or_an_ipv6_network() -> None:
     hosts = ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1:7", "fe80::7%lo")
     networks = ["192.0.2.7", "192.0.2.7", "2001:db8::/64", "fe80::/64"]
-    assert [listener.network_of(host) for host in hosts] == networks
-    assert [connections._network_of(host) for host in hosts] == networks
+    assert [network_of(host) for host in hosts] == networks
 
 
 def test_who_does_not_read_its_answers_is_closed(served: tuple[SideChannelServer, int]) -> None:

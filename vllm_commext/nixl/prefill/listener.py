@@ -7,7 +7,6 @@ the address that has the most.
 
 import contextlib
 import fcntl
-import ipaddress
 import math
 import resource
 import selectors
@@ -17,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from vllm_commext.errors import ProtocolError
+from vllm_commext.networks import network_of
 from vllm_commext.nixl.log import RateLimitedLog
 from vllm_commext.nixl.wakeup import Wakeup
 from vllm_commext.nixl.wire import zmtp
@@ -304,14 +304,6 @@ def _of_one_address(
         sizes[one.address] += size(one)
     most = max(sizes, key=sizes.__getitem__, default="")
     return [one for one in ones if one.address == most]
-
-
-def network_of(host: str) -> str:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)  # how a socket for both kinds sees an IPv4 peer
-    if mapped or address.version == 4:
-        return str(mapped or address)
-    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _max_connections() -> int:

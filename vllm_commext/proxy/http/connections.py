@@ -7,7 +7,6 @@ each client's in turn.
 """
 
 import asyncio
-import ipaddress
 import re
 import select
 import socket
@@ -16,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
@@ -24,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from aiohttp import web
 
+from vllm_commext.networks import network_of
 from vllm_commext.proxy.outcome import ProxyError, complaints
 
 # Bodies stay as they come, and a head may be as large as a vLLM server takes it.
@@ -291,7 +290,7 @@ class Connection(web.RequestHandler):
         """Count it, if there is room."""
         self._client: asyncio.Transport = transport
         name = transport.get_extra_info("peername")
-        self.peer = _network_of(str(name[0])) if isinstance(name, tuple) else str(name)
+        self.peer = network_of(str(name[0])) if isinstance(name, tuple) else str(name)
         self.is_open = self._all.enter(self)
         if not self.is_open:
             self._all.refuse(self)
@@ -460,7 +459,7 @@ class Handshake(asyncio.Protocol):
             self._hands.begin(self)
 
     def hold(self) -> None:
-        """What comes meanwhile is little."""
+        """Read on: `data_received` bounds what comes meanwhile."""
 
     def take_up(self) -> None:
         if not self._transport.is_closing():
@@ -525,13 +524,3 @@ def _is_whole(data: bytes) -> bool:
     if found[1] is None:
         return data.endswith(b"0\r\n\r\n")
     return len(data) - end - 4 >= int(found[1])
-
-
-@lru_cache(maxsize=4096)
-def _network_of(host: str) -> str:
-    """An IPv4 address, or the /64 of an IPv6 one, which one customer has."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    if mapped or address.version == 4:
-        return str(mapped or address)
-    return str(ipaddress.ip_network((address, 64), strict=False))
