@@ -36,8 +36,8 @@ class Prefix:
         session: str | None,
         tokens: int,
     ) -> Self:
-        """Of a prompt of *num_bytes* and about *tokens* that begins with *text*. *names*: by which
-        caches tell prompts apart, too."""
+        """Digest a prompt of *num_bytes* and about *tokens* that begins with *text*. *names*: what
+        else must be equal for a cache to serve it, such as the model and the cache salt."""
         if len(text) < BLOCK_BYTES and not session:
             return cls(tokens=tokens)
         digest = salt = _digest(*names)
