@@ -438,8 +438,7 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-_OWN = 64
-_MOST = 1 << 20
+_OWN, _MOST = 64, 1 << 20
 
 
 def raise_limit() -> int:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.policy.speed import MOST_BINNED, LeastSquares, Lengths
+from vllm_commext.proxy.policy.lengths import MOST_BINNED, Lengths
+from vllm_commext.proxy.policy.speed import LeastSquares
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.load import Answer, EngineLoad
+from vllm_commext.proxy.policy.load import Answer, EngineLoad, Speeds
 from vllm_commext.proxy.policy.placement import (
     BY_ANSWER,
     BY_BOTH,
@@ -20,7 +20,7 @@ from vllm_commext.proxy.policy.placement import (
     _Costs,
 )
 from vllm_commext.proxy.policy.queue import Waiting
-from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds
+from vllm_commext.proxy.policy.speed import EngineSpeed
 
 NOW = 100.0
 STEP = 0.007

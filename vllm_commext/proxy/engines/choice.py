@@ -107,10 +107,7 @@ class Latest(OrderedDict[K, Engine]):
 
 class Chooser:
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
-        self._mode = mode
-        self._planner = planner
-        self.pools = pools
-        self._turn = 0
+        self._mode, self._planner, self.pools, self._turn = mode, planner, pools, 0
         self.keepers, self._last = Latest[str](), Latest[bytes]()
 
     @classmethod

@@ -169,8 +169,7 @@ class Sources:
     more than a name server."""
 
     def __init__(self, config: ProxyConfig, registry: Registry) -> None:
-        self._config = config
-        self._registry = registry
+        self._config, self._registry = config, registry
         given = [
             EngineEndpoint(role, url) for role in ENGINE_ROLES for url in getattr(config, role)
         ]

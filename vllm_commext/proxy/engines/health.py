@@ -45,9 +45,7 @@ class HealthMonitor:
         config: ProxyConfig,
         reads_cache: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._reads_cache = reads_cache
-        self._session = session
-        self._config = config
+        self._session, self._config, self._reads_cache = session, config, reads_cache
         timeout = aiohttp.ClientTimeout(total=config.health_timeout_seconds)
         self._bounds: dict[str, Any] = {"timeout": timeout, "allow_redirects": False}
         self._watches: dict[Engine, asyncio.Task[None]] = {}

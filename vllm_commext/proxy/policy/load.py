@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm_commext.limits import Limits
+from vllm_commext.proxy.policy.lengths import Lengths
 from vllm_commext.proxy.policy.queue import Queue
-from vllm_commext.proxy.policy.speed import EngineSpeed, Speeds, area_of
+from vllm_commext.proxy.policy.speed import EngineSpeed, Mean, SharedSpeed, area_of
 
 RECENT_SECONDS, RECENT_ANSWERS = 3.0, 2.0
 """Length of an engine's recent time, idle time left out, at most: in seconds and in answers."""
@@ -256,6 +258,20 @@ class Cache:
 
     def forget(self) -> None:
         self.size = 0.0
+
+
+class Speeds(SharedSpeed):
+    """What engines share: models, lengths of answers, and the limits."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits, self.lengths = limits or Limits(), Lengths()
+        super().__init__(self.limits.tpot / 2.0)
+        self.handover, self.second_token = Mean(), Mean()
+        """Seconds that a hand-over delays the first token, and then the second one besides."""
+
+    @property
+    def answer_seconds(self) -> float:
+        return self.lengths.mean * self.limits.tpot
 
 
 class EngineLoad:

@@ -1,11 +1,5 @@
 """Engines' speed, learned from the times of tokens. Pure: every time is an argument."""
 
-import math
-from itertools import accumulate
-
-from vllm_commext.limits import Limits
-
-NO_LIMITS = Limits()
 FORGETTING = 0.97
 """Weight of a sample after one more: about the last 30 decide."""
 _SWEEPS = 12
@@ -22,8 +16,7 @@ class LeastSquares:
     def __init__(self, base: "LeastSquares | None" = None) -> None:
         # Products of the features, 00 01 02 11 12 22, and of each with the value.
         self._sums = [0.0] * 9
-        self._base = base
-        self.num_samples = 0.0
+        self._base, self.num_samples = base, 0.0
         self.solution: Features | None = None
 
     def add(self, features: Features, value: float, weight: float = 1.0) -> None:
@@ -69,99 +62,17 @@ class LeastSquares:
         return self.solution
 
 
-_LENGTH_FORGETTING = 0.995
-_MOST_WEIGHT = 1e100
-_GROWTH = math.log(1.12)
-MOST_BINNED = 1 << 15
-_NUM_BINS = int(math.log(MOST_BINNED) / _GROWTH) + 1
-places = [_NUM_BINS - int(math.log(count or 1) / _GROWTH) for count in range(MOST_BINNED)]
-"""Of each length of an answer, how many sums there are of answers that are longer."""
-_SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
-"""Weights of the neighbouring bins: a length may be a third more or less."""
-UNKNOWN_LENGTHS = 32, 64, 128, 256, 512
-"""Tokens that answers are taken to have before any has ended."""
+class SharedSpeed:
+    """Models that engines share, of which a new one begins with steps of *step* seconds."""
 
-
-class Lengths:
-    """Distribution of answers' tokens, by recent ones."""
-
-    def __init__(self) -> None:
-        self._forget()
-        for tokens in UNKNOWN_LENGTHS:
-            self._learn(tokens)
-        self._is_known = False
-
-    def _forget(self) -> None:
-        self._counts = [0.0] * (_NUM_BINS + 1)
-        """Longest first, half of each in the next: of those as long as one half are longer."""
-        self._weight = 1.0
-        """Of the latest answer. It grows instead of decaying older samples."""
-        self._num_samples = 0.0
-        self._sums = [0.0]
-        """Of the first counts, as far as they are worked out."""
-        self.mean = 0.0
-
-    def add(self, tokens: int) -> None:
-        if not self._is_known:
-            self._forget()
-            self._is_known = True
-        self._learn(tokens)
-
-    def _learn(self, tokens: int) -> None:
-        self._weight /= _LENGTH_FORGETTING
-        middle = places[min(tokens, MOST_BINNED - 1)] - 1
-        del self._sums[max(middle + min(_SPREAD), 0) + 1 :]
-        for offset, share in _SPREAD.items():
-            place = min(max(middle + offset, 0), _NUM_BINS - 1)
-            self._counts[place] += share * self._weight / 2.0
-            self._counts[place + 1] += share * self._weight / 2.0
-        self._num_samples += self._weight
-        self.mean += (tokens - self.mean) * self._weight / self._num_samples
-        if self._weight > _MOST_WEIGHT:
-            self._counts, self._sums = [count / self._weight for count in self._counts], [0.0]
-            self._num_samples /= self._weight
-            self._weight = 1.0
-
-    @property
-    def longer(self) -> list[float]:
-        """By a length's place, how many of the recent answers are longer."""
-        sums = self._sums
-        if (num := len(sums)) <= _NUM_BINS:
-            sums += accumulate(self._counts[num - 1 : _NUM_BINS], initial=sums.pop())
-        return sums
-
-    def ended(self, needed: float, had: int) -> float:
-        """Share of answers of *had* tokens so far that end before *needed*."""
-        if needed <= had:
-            return 0.0
-        if needed >= MOST_BINNED:
-            return 1.0
-        longer = self.longer
-        among = longer[places[had]]
-        return 1.0 - longer[places[int(needed)]] / among if among > 0.0 else 0.0
-
-
-class Speeds:
-    """What engines share: models, lengths of answers, and the limits."""
-
-    def __init__(self, limits: Limits = NO_LIMITS) -> None:
-        self.limits = limits
-        self.prefill = LeastSquares()
-        self.steps = LeastSquares()
-        self.steps.solution = limits.tpot / 2.0, 0.0, 0.0  # until one is seen without prompts
-        self.lengths = Lengths()
-        self.handover, self.second_token = Mean(), Mean()
-        """Seconds that a hand-over delays the first token, and then the second one besides."""
-
-    @property
-    def answer_seconds(self) -> float:
-        return self.lengths.mean * self.limits.tpot
+    def __init__(self, step: float) -> None:
+        self.prefill, self.steps = LeastSquares(), LeastSquares()
+        self.steps.solution = step, 0.0, 0.0  # until one is seen without prompts
 
 
 class Mean:
     def __init__(self) -> None:
-        self.value = 0.0
-        self._weight = 0.0
+        self.value = self._weight = 0.0
 
     def add(self, value: float) -> None:
         self._weight = self._weight * FORGETTING + 1.0
@@ -169,7 +80,7 @@ class Mean:
 
 
 class EngineSpeed:
-    def __init__(self, shared: Speeds) -> None:
+    def __init__(self, shared: SharedSpeed) -> None:
         self._prefill = LeastSquares(shared.prefill)
         self._steps = LeastSquares(shared.steps)
 

@@ -11,9 +11,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import Histogram
 
-from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.http.answers import DONE, error_event, num_whole, with_cached_tokens
-from vllm_commext.proxy.http.connections import cut
 from vllm_commext.proxy.outcome import ClientGoneError, ProxyError, Resume
 from vllm_commext.proxy.session import failures
 from vllm_commext.proxy.session.failures import Deadline, EngineLostError, Losses, Opened, Watch
@@ -91,13 +89,21 @@ class Lost(NamedTuple):
 End = Ended | Left | Lost
 
 
+class Waits(NamedTuple):
+    """Longest ones, in seconds: for a stream's next piece, for an answer's, and for the client."""
+
+    repeated: float
+    piece: float
+    client: float
+
+
 @dataclass(eq=False)
 class Relay:
     """One answer on its way to a client; a token's cost is spent here. *bulk* is held while much of
     a stream is taken in. has_sent_end: the client has all of a stream's events."""
 
     _request: web.Request
-    _config: ProxyConfig
+    _waits: Waits
     _gaps: Histogram
     _losses: Losses
     _transcript: Transcript | None
@@ -115,26 +121,23 @@ class Relay:
 
     async def send(self, opened: Opened) -> End:
         """Send an engine's answer as far as it comes. Raises `ClientGoneError`."""
-        engine, config, self._leaves = opened.engine, self._config, False
-        on_lost = engine.work.on_lost
-        idle_seconds = min(config.decode_idle_timeout_seconds, config.decode_timeout_seconds)
+        engine, waits, self._leaves = opened.engine, self._waits, False
         try:
-            with StreamWatch(on_lost, idle_seconds, config.client_timeout_seconds) as watch:
+            with StreamWatch(engine.work.on_lost, waits.piece, waits.client) as watch:
                 self._watch = watch
                 await self._pass_on(opened, watch)
         except (TimeoutError, aiohttp.ClientError, OSError, EngineLostError) as error:
             is_lost = isinstance(error, EngineLostError)
             if not is_lost and (self._watch is None or self._watch.is_writing):
                 raise ClientGoneError("the client closed its connection") from error
-            return Lost(failures.meaning_of(engine, error, idle_seconds, self._lost()))
+            return Lost(failures.meaning_of(engine, error, waits.piece, self._lost()))
         except ProxyError as failure:
             return Lost(failure)
         except LeftError:
             return Left()
         except ClientStalledError as error:
-            cut(self._request)
-            seconds = config.client_timeout_seconds
-            raise ClientGoneError(f"the client took no data for {seconds} s") from error
+            self._cut()
+            raise ClientGoneError(f"the client took no data for {waits.client} s") from error
         except Exception:
             logger.exception("unexpected error in the midst of an answer")
             return Lost(ProxyError(500, "internal", "unexpected error; see the proxy's log"))
@@ -196,20 +199,18 @@ class Relay:
                     raise failures.bad_answer(engine, "a stream without the event that ends it")
         await response.write_eof()
 
-    async def catch_up(
-        self, opened: Opened, trial: Transcript, may_begin_anew: bool
-    ) -> Resume | None:
-        """Read until another engine has repeated what the client has; why it cannot go on, or
-        None."""
+    async def catch_up(self, opened: Opened, trial: Transcript, may_reset: bool) -> Resume | None:
+        """Read until another engine has repeated what the client has, from the start if it
+        *may_reset*; why it cannot go on, or None."""
         unread, engine, on_lost = opened.first, opened.engine, opened.engine.work.on_lost
-        seconds = self._config.decode_idle_timeout_seconds
+        seconds = self._waits.repeated
         while opened.cutter is not None:
             trial.pass_on(unread)
             if trial.has_failed or trial.refusal is not None:
                 return trial.refusal or Resume.FAILED
             if not trial.is_behind:
                 return None
-            if not may_begin_anew:
+            if not may_reset:
                 return Resume.ANEW
             with failures.of(engine, seconds, self._losses), Deadline(seconds, on_lost):
                 piece = await opened.response.content.readany()
@@ -223,17 +224,21 @@ class Relay:
     async def end_broken(self, opened: Opened, failure: ProxyError) -> None:
         """Tell the client of *failure*, after the status line."""
         if opened.cutter is None:
-            cut(self._request)  # a body shorter than announced is the only sign there is
+            self._cut()  # a body shorter than announced is the only sign there is
             return
         try:
-            async with asyncio.timeout(self._config.client_timeout_seconds):
+            async with asyncio.timeout(self._waits.client):
                 held = self._held
                 told = held + DONE + b"\n\n" if held else error_event(failure.in_a_stream())
                 await self.response.write(told)
                 await self.response.write_eof()
         except (TimeoutError, ConnectionError) as error:
-            cut(self._request)
+            self._cut()
             raise ClientGoneError("the client closed its connection") from error
+
+    def _cut(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
 
 class _Response(web.StreamResponse):

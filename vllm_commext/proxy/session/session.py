@@ -19,7 +19,7 @@ from aiohttp import web
 from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.attempt import Attempt, Service, read_from
 from vllm_commext.proxy.session.failures import Opened, Tries, end_tasks, side_of
-from vllm_commext.proxy.session.relay import Ended, Left, Relay, response_to
+from vllm_commext.proxy.session.relay import Ended, Left, Relay, Waits, response_to
 from vllm_commext.proxy.session.two_step import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -159,8 +159,11 @@ class Session:
             outcome.set("engine_error", side_of(opened.engine))
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
+        config, idle_seconds = service.config, service.config.decode_idle_timeout_seconds
+        piece_seconds = min(idle_seconds, config.decode_timeout_seconds)
         relay = self._relay = Relay(
-            *(request, service.config, metrics.gaps, self._tries.losses),
+            *(request, Waits(idle_seconds, piece_seconds, config.client_timeout_seconds)),
+            *(metrics.gaps, self._tries.losses),
             *(self._asked.transcript, response_to(opened, outcome.headers()), service.bulk),
         )
         try:
