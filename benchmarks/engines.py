@@ -67,6 +67,17 @@ class Engine:
     args: Sequence[str] = ()
 
 
+def tier(num_bytes: int, port: int) -> dict[str, Any]:
+    """``--kv-transfer-config`` of vLLM's tier `p2p` in so much host memory."""
+    extra = {
+        **{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": num_bytes},
+        "offload_prompt_only": False,
+        "secondary_tiers": [{"type": "p2p", "host": LOOPBACK, "port": port}],
+    }
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    return {**config, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
 def server(setup: Setup, one: Engine) -> VllmServer:
     """The engine's server, not started."""
     environ = {"VLLM_COMMEXT": "0"}

@@ -2,17 +2,15 @@
 
 Engines are started once, one a GPU, and every contestant has as many of them, behind a proxy of
 its own: `replicas`, each request to one engine that does all of it; `fixed`, prefill on one half,
-decode on the other; `adaptive`, placed request by request so that the limits of `--told` (ms a
-token : ms to the first) are kept, one contestant for each pair; `ordered`, as that with
-`--prompt-order shortest`; `nixl`, as `fixed` with vLLM's NixlConnector; `--replica-step`: replicas
-without connector with so many tokens a step; `--tp`: engines without connector, fewer of them, each
-of so many GPUs.  All but the last three share their engines.  A way that this proxy does not know
-is left out.
+decode on the other; `ordered`, placed request by request so that the limits of `--told` (ms a token
+: ms to the first) are kept, short prompts first, one contestant for each pair; `nixl`, as `fixed`
+with vLLM's NixlConnector; `p2p`, as `fixed` over vLLM's `p2p` tier, both asked at once, and `in
+turn`; `--replica-step`: replicas without connector with so many tokens a step; `--tp`: engines
+without connector, fewer of them, each of so many GPUs.  The first three share their engines.
 
 In each round all contestants take turns with arrivals of the same times and lengths, never the same
-tokens, in another order each time.  Rates are requests a second, or percent of what the first
-contestant serves when all come at once.  No round begins that would not end within
-`--budget-seconds`, which count from the start of this program; what there is then is written.
+tokens, in another order each time.  No round begins that would not end within `--budget-seconds`,
+which count from the start of this program; what there is then is written.
 
     python benchmarks/goodput.py --out OUT
     python benchmarks/goodput.py --workloads mixed:4,6,8 conversation:1,2 --told 10:1000,20:1000 \
@@ -76,13 +74,12 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--contestants", nargs="+", choices=NAMES, default=["replicas", "fixed", "adaptive"])
+    add("--contestants", nargs="+", choices=NAMES, default=["replicas", "fixed", "ordered"])
     add("--replica-step", type=int, action="append", default=[], help="a contestant more each")
     add("--tp", type=int, action="append", default=[], help="a contestant more each: engines of TP")
     add("--told", type=limits_of, default=limits_of("10:1000,15:1000,25:1000"), metavar="LIMITS")
     add("--limits", type=limits_of, help="to count by; default: those of --told")
-    add("--workloads", nargs="+", default=[MIXED], metavar="NAME[:RATE,RATE]")
-    add("--rates", default="40%,60%,80%", help="of workloads that name none")
+    add("--workloads", nargs="+", default=[f"{MIXED}:4"], metavar="NAME:RATE[,RATE]")
     add("--trace", type=Path, help=f"file in Mooncake's format, for the workload {TRACE}")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=16.0, help="of arrivals in a round")
@@ -93,14 +90,10 @@ def arguments() -> argparse.Namespace:
     add("--cpu", action="store_true", help="tiny servers on CPUs, one for each of --gpus, or two")
     add("--gpus", nargs="+", help="default: all")
     add("--prefills", type=int, nargs="+", help="a fixed way for each, that many prefill; or half")
-    add(
-        "--placed-tp", type=int, nargs="+", default=[], help="ordered, with engines of so many GPUs"
-    )
     add("--max-num-batched-tokens", type=int, help="default: 2048")
     add("--max-model-len", type=int, help="default: 33280; longer requests are cut")
     add("--max-num-seqs", type=int, default=128)
-    add("--gpu-memory", type=float, help="share of a GPU for each engine on it; default: 0.9 of it")
-    add("--kv-gib", type=float, default=0.0, help="KV cache of each engine: all start at once")
+    add("--kv-gib", type=float, default=30.0, help="KV cache of each engine on a GPU")
     add("--connector-extra", type=json.loads, default={}, metavar="JSON")
     add("--start-seconds", type=float, default=400.0, help="for an engine to become ready")
     add("--commit", default="?")
@@ -119,7 +112,7 @@ def cells(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     found = [text.partition(":")[::2] for text in args.workloads]
     if unknown := [name for name, _ in found if name not in (*WORKLOADS, TRACE)]:
         raise SystemExit(f"--workloads: expected some of {[*WORKLOADS, TRACE]}, got {unknown}")
-    return [(name, (rates or args.rates).split(",")) for name, rates in found]
+    return [(name, rates.split(",")) for name, rates in found]
 
 
 def setup_of(args: argparse.Namespace, folder: Path) -> Setup:
@@ -134,10 +127,9 @@ def setup_of(args: argparse.Namespace, folder: Path) -> Setup:
     )
 
 
-def places_of(args: argparse.Namespace, num_sets: int) -> Places:
+def places_of(args: argparse.Namespace) -> Places:
     return Places(
         args.gpus or (["", ""] if args.device == "cpu" else gpus_here()),
-        args.gpu_memory or 0.9 / num_sets,
         int(args.kv_gib * (1 << 30)),
         args.connector_extra,
     )
@@ -173,16 +165,7 @@ class Output:
 
 def measure(args: argparse.Namespace, rounds: Rounds, output: Output) -> None:
     """All cells, round by round, while the budget lasts."""
-    chosen: list[tuple[str, float]] = []
-    for name, rates in cells(args):
-        saturation = 0.0
-        if any(rate.endswith("%") for rate in rates):
-            saturation = rounds.saturation(name)
-            output.about[f"saturation, {name}"] = f"{saturation:.2f} requests/s"
-            print(f"{name}: {saturation:.2f} requests/s at saturation", flush=True)
-        for rate in rates:
-            share = float(rate.removesuffix("%"))
-            chosen.append((name, saturation * share / 100 if rate.endswith("%") else share))
+    chosen = [(name, float(rate)) for name, rates in cells(args) for rate in rates]
     print(f"warm-up of {args.warm_up_seconds:g} s each", flush=True)
     rounds.warm_up(*chosen[len(chosen) // 2], args.warm_up_seconds)
     turns = len(chosen) * args.rounds
@@ -203,7 +186,7 @@ def measure(args: argparse.Namespace, rounds: Rounds, output: Output) -> None:
 def run(args: argparse.Namespace, made: Sequence[Contestant], folder: Path, output: Output) -> None:
     """Start engines and proxies, measure, and stop them."""
     sets: list[EngineSet] = list(dict.fromkeys(one.engines for one in made))
-    setup, places = setup_of(args, folder), places_of(args, len(sets))
+    setup, places = setup_of(args, folder), places_of(args)
     with started(setup, places, sets) as engines:
         made = [one for one in made if one.engines in engines]
         proxies: list[Server] = []
@@ -247,12 +230,8 @@ def main() -> int:
         args.replica_step,
         args.told,
         args.tp,
-        args.placed_tp,
         args.prefills or (),
     )
-    made = contestants.known(made)
-    if not made:
-        raise SystemExit("no contestant is left")
     num_gpus = len(args.gpus or (["", ""] if args.device == "cpu" else gpus_here()))
     about = {
         "machine": machine("nixl", "torch", cuda=args.device == "cuda"),

@@ -82,12 +82,7 @@ def configuration(name: str, side_channel: int, tier_port: int) -> dict[str, Any
     ours = {**COMMON, "kv_connector": OURS, "kv_connector_extra_config": extra}
     if name == "ours":
         return ours
-    extra = {
-        **{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": TIER_BYTES},
-        "offload_prompt_only": False,
-        "secondary_tiers": [{"type": P2P, "host": LOOPBACK, "port": tier_port}],
-    }
-    tier = {**COMMON, "kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    tier = engines.tier(TIER_BYTES, tier_port)
     if name == P2P:
         return tier
     extra = {"connectors": [ours, tier]}

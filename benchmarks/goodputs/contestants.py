@@ -1,23 +1,22 @@
-"""Who is compared: ways to place requests on as many engines each, all behind our proxy."""
+"""Who is compared: ways to place requests on as many engines each, behind our proxy or a router."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from goodputs.engines import BOTH, NIXL, PLAIN, EngineSet
+from goodputs.engines import BOTH, NIXL, P2P, PLAIN, TIER_PORT, EngineSet
 from tests.kit.ports import LOOPBACK, free_port
 from tests.kit.servers import Server
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 
-REPLICAS, FIXED, ADAPTIVE, ORDERED = "replicas", "fixed", "adaptive", "ordered"
-NAMES = (REPLICAS, FIXED, ADAPTIVE, ORDERED, NIXL)
+REPLICAS, FIXED, ORDERED = "replicas", "fixed", "ordered"
+NAMES = (REPLICAS, FIXED, ORDERED, NIXL, P2P)
+ROUTER = Path(__file__).with_name("p2p.py")
 READY_SECONDS = 60.0
-HELP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def make(
     replica_steps: Sequence[int],
     told: Sequence[Limits],
     tps: Sequence[int] = (),
-    placed_tps: Sequence[int] = (),
     prefills: Sequence[int] = (),
 ) -> list[Contestant]:
     """All contestants; one that is named twice is there twice, against itself.
@@ -85,25 +83,25 @@ def make(
             found += [] if prefills else [Contestant(name, both, num_prefill=-1)]
         elif name == NIXL:
             found.append(Contestant(name, EngineSet(NIXL, step), num_prefill=-1))
-        elif name in (ADAPTIVE, ORDERED):
-            found += [_adaptive(name, both, limits) for limits in told]
+        elif name == P2P:
+            found.append(Contestant(name, EngineSet(P2P, step)))
+            found.append(Contestant(f"{name} in turn", EngineSet(P2P, step), ("--in-turn",)))
+        elif name == ORDERED:
+            found += [_ordered(both, limits) for limits in told]
         else:
             raise ConfigError(f"contestants: expected some of {NAMES}, got {name!r}")
     for replica_step in replica_steps:
         plain = EngineSet(PLAIN, replica_step)
         found.append(Contestant(f"{REPLICAS} {replica_step}", plain, local))
     found += [Contestant(f"TP {tp}", EngineSet(PLAIN, step, tp), local) for tp in tps]
-    for tp in placed_tps:
-        found += [_adaptive(ORDERED, EngineSet(BOTH, step, tp), limits) for limits in told]
     return _told_apart(found)
 
 
-def _adaptive(name: str, engines: EngineSet, limits: Limits) -> Contestant:
+def _ordered(engines: EngineSet, limits: Limits) -> Contestant:
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
     options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
-    options += ("--prompt-order", "shortest" if name == ORDERED else "arrival")
-    name += f" TP {engines.tp}" if engines.tp > 1 else ""
-    return Contestant(f"{name} {tpot}/{first}", engines, options, told=limits)
+    options += ("--prompt-order", "shortest")
+    return Contestant(f"{ORDERED} {tpot}/{first}", engines, options, told=limits)
 
 
 def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
@@ -117,31 +115,15 @@ def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
     return found
 
 
-def known(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Those whose options this proxy has; the others are named."""
-    told = subprocess.run(
-        [sys.executable, "-m", "vllm_commext", "proxy", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HELP_SECONDS,
-    ).stdout
-    found: list[Contestant] = []
-    for one in contestants:
-        needed = [option for option in one.options if option.startswith("--")]
-        needed += [] if one.num_prefill else ["--engine "]
-        if missing := [option for option in needed if option not in told]:
-            print(f"{one.name} left out: this proxy has no {', '.join(missing)}", flush=True)
-        else:
-            found.append(one)
-    return found
-
-
 def proxy(one: Contestant, engines: Mapping[EngineSet, Sequence[Server]], folder: Path) -> Server:
     """A contestant's proxy, not started."""
-    port = free_port()
-    urls = [server.url for server in engines[one.engines]]
+    port, servers = free_port(), engines[one.engines]
     command = [sys.executable, "-m", "vllm_commext", "proxy", "--host", LOOPBACK]
-    command += ["--port", str(port), *one.proxy_options(urls)]
+    options = one.proxy_options([server.url for server in servers])
+    if one.engines.kind == P2P:
+        command = [sys.executable, str(ROUTER)]
+        places = [f"{server.url}={server.environ[TIER_PORT]}" for server in servers]
+        options = [part for place in places for part in ("--engine", place)] + [*one.options]
+    command += ["--port", str(port), *options]
     name = "proxy-" + "".join(part if part.isalnum() else "-" for part in one.name)
     return Server(name, command, folder, port=port, ready_seconds=READY_SECONDS)

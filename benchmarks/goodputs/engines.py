@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,13 +12,16 @@ from typing import Any
 import engines
 from engines import Engine, Setup
 
+from tests.kit.ports import free_port
 from tests.kit.servers import Server, ServerEndedError, VllmServer
 from vllm_commext.errors import CommextTimeoutError
 
-BOTH, NIXL = "both", "nixl"
+BOTH, NIXL, P2P = "both", "nixl", "p2p"
 PLAIN = "plain"
-"""Kinds of sets: ours, where every engine both prefills and decodes; vLLM's connector; none."""
-CONNECTORS = {BOTH: engines.OURS, NIXL: engines.VLLM, PLAIN: engines.NONE}
+"""Kinds of sets: ours, where every engine both prefills and decodes; vLLM's connector; vLLM's tier;
+none."""
+CONNECTORS = {BOTH: engines.OURS, NIXL: engines.VLLM, P2P: engines.NONE, PLAIN: engines.NONE}
+TIER_PORT, TIER_BYTES = "VLLM_P2P_SIDE_CHANNEL_PORT", 48 << 30
 
 
 @dataclass(frozen=True)
@@ -36,28 +40,29 @@ class EngineSet:
 class Places:
     """Where a set's engines run.
 
-    gpus: a device each, as for CUDA_VISIBLE_DEVICES; share: of one for each engine on it; kv_bytes:
-    of KV cache for each engine instead, with which all sets start at once; extra: of our
-    connector's configuration.
+    gpus: a device each, as for CUDA_VISIBLE_DEVICES; kv_bytes: of KV cache for each engine; extra:
+    of our connector's configuration.
     """
 
     gpus: Sequence[str]
-    share: float
     kv_bytes: int
     extra: Mapping[str, Any]
 
 
 def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> VllmServer:
     small = engines.SMALL_CACHE if setup.device == "cpu" else ()
+    port, tier = free_port(), ()
+    if chosen.kind == P2P:
+        tier = ("--kv-transfer-config", json.dumps(engines.tier(TIER_BYTES, port)))
     gpus = places.gpus[number * chosen.tp : (number + 1) * chosen.tp]
     one = Engine(
         f"{chosen.kind}-{chosen.step}-tp{chosen.tp}-{number}",
         CONNECTORS[chosen.kind],
         gpu=",".join(gpus),
-        share=places.share,
         kv_bytes=places.kv_bytes,
         extra=places.extra,
-        args=["--max-num-batched-tokens", str(chosen.step), *small],
+        environ={TIER_PORT: str(port)},
+        args=["--max-num-batched-tokens", str(chosen.step), *small, *tier],
     )
     return engines.server(replace(setup, tp=chosen.tp), one)
 
@@ -87,21 +92,16 @@ def stop_all(servers: Sequence[Server]) -> None:
 def started(
     setup: Setup, places: Places, sets: Sequence[EngineSet]
 ) -> Iterator[dict[EngineSet, list[VllmServer]]]:
-    """All sets whose engines start.  One after the other where each looks at the memory that is
-    free, else at once."""
+    """All sets whose engines start, all at once."""
     made = {
         chosen: [_server(setup, chosen, places, n) for n in range(len(places.gpus) // chosen.tp)]
         for chosen in sets
     }
-    at_once = setup.device == "cpu" or places.kv_bytes > 0
-    everything = [server for servers in made.values() for server in servers]
     found: dict[EngineSet, list[VllmServer]] = {}
     try:
-        for server in everything if at_once else []:
+        for server in (server for servers in made.values() for server in servers):
             server.start()
         for chosen, servers in made.items():
-            for server in servers if not at_once else []:
-                server.start()
             if _ready(chosen, servers):
                 found[chosen] = servers
             else:

@@ -16,8 +16,6 @@ from vllm_commext.bench import figures
 from vllm_commext.bench.figures import Sample
 from vllm_commext.limits import Limits
 
-SHARE = 0.9
-TOLD = "told the limits"
 COLUMNS = ("requests/s", "way", "first token ms", "TPOT ms", "longest gap ms", "tokens/s a GPU")
 Rounds = dict[str, list[Sequence[Sample]]]
 """Of each contestant, the requests of each round."""
@@ -99,57 +97,6 @@ def _counts(found: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in found.items()) or "-"
 
 
-def rate_within(points: Sequence[tuple[float, float]], share: float) -> tuple[float, str]:
-    """The largest rate at which *share* of the requests are good, between measured ones by a
-    straight line; and ``<`` or ``>=`` before a rate where all measured ones are above or below.
-
-    Args:
-        points: of rates and shares, at least one.
-    """
-    ordered = sorted(points)
-    before = ordered[0]
-    if before[1] < share:
-        return before[0], "<"
-    for rate, found in ordered[1:]:
-        if found < share:
-            rise = (before[1] - share) / (before[1] - found)
-            return before[0] + (rate - before[0]) * rise, ""
-        before = (rate, found)
-    return before[0], ">="
-
-
-def largest_rates(
-    plays: Sequence[Play], workload: str, limits: Limits
-) -> dict[str, tuple[float, str]]:
-    """Of each contestant that counts under these limits, the largest rate at which `SHARE` of the
-    requests are good, as `rate_within` has it."""
-    told = knowing(plays)
-    points: dict[str, list[tuple[float, float]]] = {}
-    for (name, rate), rounds in cells_of(plays).items():
-        for contestant, of in rounds.items() if name == workload else ():
-            if told.get(contestant, limits) == limits:
-                share = _good(of, limits) / max(sum(map(len, of)), 1)
-                key = TOLD if contestant in told else contestant
-                points.setdefault(key, []).append((rate, share))
-    return {name: rate_within(of, SHARE) for name, of in points.items()}
-
-
-def _largest(
-    plays: Sequence[Play], workload: str, limits: Sequence[Limits], gpus: int
-) -> list[str]:
-    by_limits = [largest_rates(plays, workload, one) for one in limits]
-    names = list(dict.fromkeys(name for found in by_limits for name in found))
-
-    def cell(found: Mapping[str, tuple[float, str]], name: str) -> str:
-        if name not in found:
-            return "-"
-        rate, sign = found[name]
-        return f"{sign} {rate / gpus:.2f}".strip()
-
-    rows = [[name, *(cell(found, name) for found in by_limits)] for name in names]
-    return pages.table(("way", *map(short, limits)), rows)
-
-
 def short(limits: Limits) -> str:
     return f"{1e3 * limits.tpot:g} ms, {1e3 * limits.first:g} ms"
 
@@ -192,8 +139,6 @@ def markdown(
             for contestant, of in rounds.items()
         ]
         lines += [f"## {workload}", "", *pages.table(columns, rows), ""]
-        lines += [f"Largest requests/s a GPU with {SHARE:.0%} of them good:", ""]
-        lines += [*_largest(plays, workload, limits, gpus), ""]
         lines += [*verdicts(plays, workload, limits), ""]
     return lines
 

@@ -14,14 +14,12 @@ from goodputs.shapes import WORKLOADS
 from tests.kit.metrics import scrape
 from tests.kit.servers import Server
 from vllm_commext.bench import client, figures, workload
-from vllm_commext.bench.figures import quantile
 from vllm_commext.bench.workload import Arrival, bodies
 
 TRACE = "trace"
 IDLE_SECONDS = 15.0
 POLL_SECONDS = 0.1
 UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-BURST_REQUESTS, BURST_SHARE = 48, 0.75
 OPEN_ENDED = b'{"max_completion_tokens": 4096, '
 """Engines ignore it in completions, and end at ``max_tokens``; placement takes it for the bound,
 and so learns nothing of an answer's length in advance."""
@@ -63,7 +61,7 @@ class Rounds:
 
     def __init__(self, load: Load, runners: Sequence[Runner], vocab_size: int, end: float) -> None:
         self._load = load
-        self._runners = runners
+        self._runners = [*runners]
         self._vocab_size = vocab_size
         self._end = end
         self._tail = FIRST_TAIL_SECONDS
@@ -78,23 +76,14 @@ class Rounds:
         return len(self._runners) * (self._load.seconds + self._tail)
 
     def warm_up(self, name: str, rate: float, seconds: float) -> None:
-        """The same load on every contestant, which counts for nothing."""
+        """The same load on every contestant, uncounted; one whose requests all fail is left out."""
         arrivals = self._load.arrivals(name, rate, seconds)
-        for one in self._runners:
+        for one in [*self._runners]:
             samples = self._play(one, arrivals).samples
             print(f"  {one.contestant.name}: {_short(samples)}", flush=True)
-
-    def saturation(self, name: str) -> float:
-        """Requests a second that the first contestant serves when all come at once."""
-        arrivals = [
-            workload.Arrival(0.0, one.prompt_tokens, one.output_tokens)
-            for one in self._load.arrivals(name, BURST_REQUESTS / 10, 20.0)[:BURST_REQUESTS]
-        ]
-        samples = self._play(self._runners[0], arrivals).samples
-        ended = [one.last for one in samples if not one.error]
-        if not ended:
-            raise RuntimeError(f"saturation of {name}: {figures.errors(samples)}")
-        return BURST_SHARE * len(ended) / quantile(ended, BURST_SHARE)
+            if all(sample.error for sample in samples):
+                print(f"  {one.contestant.name} left out", flush=True)
+                self._runners.remove(one)
 
     def round(self, name: str, rate: float, number: int) -> list[Play]:
         """All contestants' turns, in another order each time; none where the time is over."""

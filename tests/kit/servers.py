@@ -127,12 +127,12 @@ class Server:
         self.command = list(command)
         self.log_path = Path(folder) / f"{name}.log"
         self.ready_seconds = ready_seconds
-        self._environ = {**os.environ}
+        self.environ = {**os.environ}
         for key, value in (environ or {}).items():
             if value is None:
-                self._environ.pop(key, None)
+                self.environ.pop(key, None)
             else:
-                self._environ[key] = value
+                self.environ[key] = value
         self._supervisor: Supervisor | None = None
         self._started = 0.0
 
@@ -141,7 +141,7 @@ class Server:
             raise ServerEndedError(f"{self.name}: already started")
         self._started = time.monotonic()
         with self.log_path.open("wb") as log:
-            self._supervisor = launch(self.command, self._environ, log)
+            self._supervisor = launch(self.command, self.environ, log)
 
     def wait_ready(self) -> float:
         """Wait until ``/health`` answers 200; return the seconds since ``start()``.
