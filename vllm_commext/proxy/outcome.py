@@ -214,9 +214,8 @@ class Outcome:
     @property
     def has_failed(self) -> bool:
         """True where neither the client nor an end of the proxy that was asked for caused it."""
-        if self.kind == "engine_error":
-            return self.status >= 500
-        return self.kind not in ("ok", "client_gone", "bad_request", "unauthorized", "shutdown")
+        fine = ("ok", "client_gone", "bad_request", "refused", "unauthorized", "shutdown")
+        return self.kind not in fine
 
     @property
     def seconds(self) -> float:

@@ -71,9 +71,8 @@ async def test_where_all_decode_engines_drain_the_client_is_told(kit: Any) -> No
     async with kit.cluster(1, 2, engine_wait_seconds=0.1, **NEVER) as cluster:
         for engine in cluster.decode:
             engine.drains = True
-        async with cluster.post(BODY) as response:
-            told = await response.json()
-        assert (response.status, told["error"]["side"]) == (503, "decode")
+        await kit.expect_error(cluster, 503, "no_engine", "decode")
+        assert 'engines_healthy{role="decode"} 0.0' in await cluster.metrics()
 
 
 @pytest.mark.parametrize("stream", [False, True])

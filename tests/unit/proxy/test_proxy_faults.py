@@ -112,7 +112,7 @@ async def test_a_prefill_engines_refusal_is_final_and_passed_on(kit: Any) -> Non
             assert (response.status, response.headers["X-Commext-Side"]) == (400, "prefill")
             assert await response.read() == b'{"error": "too long"}'
         assert (cluster.prefill[1].calls, cluster.decode[0].calls) == ([], [])
-        assert kit.outcome("engine_error", "prefill") in await cluster.metrics()
+        assert kit.outcome("refused", "prefill") in await cluster.metrics()
 
 
 async def test_a_prefill_that_takes_too_long_is_aborted_and_not_repeated(kit: Any) -> None:
@@ -177,6 +177,7 @@ async def test_what_a_decode_engine_refuses_is_not_tried_again(kit: Any, status:
         async with cluster.post(STREAM) as response:
             assert (response.status, response.headers["X-Commext-Side"]) == (status, "decode")
             assert await response.read() == b'{"error": "no"}'
+        assert kit.outcome("refused", "decode") in await cluster.metrics()
         assert cluster.decode[1].calls == []
 
 

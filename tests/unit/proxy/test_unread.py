@@ -200,6 +200,7 @@ async def test_a_request_that_engines_answer_with_500_is_sent_to_two(
             500, {"error": {"message": "a parser raised"}},
         )  # fmt: skip
         assert sum(len(one.calls) for one in asked_to_fail) == 2
+        assert 'outcome="engine_error"' in await cluster.metrics()
 
 
 async def short_json(call: Any) -> None:

@@ -313,8 +313,9 @@ def check_not_draining(engine: Engine, response: aiohttp.ClientResponse) -> None
 def engine_error(
     engine: Engine, status: int, answer: EngineAnswer, can_retry: bool = False
 ) -> ProxyError:
+    kind = "engine_error" if status >= 500 else "refused"
     return _failure(
-        *(engine, status, "engine_error", f"{engine.name} answered {status}"),
+        *(engine, status, kind, f"{engine.name} answered {status}"),
         can_retry=can_retry,
         can_restart=status >= 500,
         answer=answer,

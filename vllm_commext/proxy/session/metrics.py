@@ -106,7 +106,7 @@ class ProxyMetrics:
         self._registry = of = _Registry()
         text = "Requests ended, by outcome and by the side that decided it."
         self._requests = of.counter("requests", text, "endpoint", "outcome", "side")
-        healthy = of.gauge("engines_healthy", "Healthy engines.", "role")
+        healthy = of.gauge("engines_healthy", "Healthy engines that do not drain.", "role")
         text = "Requests of this proxy that an engine works on now."
         self._engines = healthy, of.gauge("engine_requests_in_flight", text, "role", "engine")
         self.in_flight = of.gauge("requests_in_flight", "Requests being served now.")
@@ -119,7 +119,7 @@ class ProxyMetrics:
         if began >= self._page_until:
             healthy, in_flight = self._engines
             for pool in self._pools:
-                healthy.labels(pool.role).set(sum(one.state.healthy for one in pool.engines))
+                healthy.labels(pool.role).set(pool.num_usable)
                 for engine in pool.engines:
                     in_flight.labels(engine.role, engine.name).set(engine.work.in_flight)
             self._page = generate_latest(self._registry)

@@ -156,7 +156,7 @@ class Session:
         outcome, service = self._outcome, self._service
         metrics, engine = service.metrics.answers, opened.engine.name
         if opened.response.status >= 400:
-            outcome.set("engine_error", side_of(opened.engine))
+            outcome.set("refused", side_of(opened.engine))
         elif opened.cutter is not None and outcome.first_token_seconds is not None:
             metrics.first_token_seconds.labels(engine).observe(outcome.first_token_seconds)
         config, idle_seconds = service.config, service.config.decode_idle_timeout_seconds
