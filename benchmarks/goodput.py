@@ -40,7 +40,7 @@ import pages
 from engines import Setup
 from goodputs import contestants, plays, report
 from goodputs.contestants import NAMES, Contestant, limits_of
-from goodputs.engines import EngineSet, Places, started, stop_all
+from goodputs.engines import MODEL, EngineSet, Places, started, stop_all
 from goodputs.rounds import TRACE, Load, Rounds, Runner
 from goodputs.shapes import WORKLOADS
 from machine import load_average, machine
@@ -51,7 +51,7 @@ from vllm_commext.bench.workload import MIXED
 STARTED = time.monotonic()
 STOP_SECONDS = 40.0
 """That are kept of the budget for the engines' end."""
-VOCABULARY = {"cpu": 256, "cuda": 32000}
+VOCABULARY = {"cpu": 256, "cuda": 32000, MODEL: 32000}
 
 
 def gpus_here() -> list[str]:
@@ -88,6 +88,7 @@ def arguments() -> argparse.Namespace:
     add("--budget-seconds", type=float, default=float("inf"))
     add("--seed", type=int, default=1)
     add("--cpu", action="store_true", help="tiny servers on CPUs, one for each of --gpus, or two")
+    add("--stand-ins", type=int, help="so many of the simulator's engines in real time, no vLLM")
     add("--gpus", nargs="+", help="default: all")
     add("--prefills", type=int, nargs="+", help="a fixed way for each, that many prefill; or half")
     add("--max-num-batched-tokens", type=int, help="default: 2048")
@@ -104,6 +105,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.limits = args.limits or args.told
     args.device = "cpu" if args.cpu or not gpus_here() else "cuda"
+    if args.stand_ins:
+        args.device, args.gpus = MODEL, [""] * args.stand_ins
     return args
 
 
@@ -201,7 +204,7 @@ def run(args: argparse.Namespace, made: Sequence[Contestant], folder: Path, outp
                 for one, server in zip(made, proxies, strict=True)
             ]
             output.about["seconds to start"] = f"{time.monotonic() - STARTED:.0f}"
-            scale = 1.0 if args.device == "cuda" else setup.max_tokens / 33280
+            scale = setup.max_tokens / 33280 if args.device == "cpu" else 1.0
             load = Load(
                 args.seconds, args.wait_seconds, scale, setup.max_tokens - 8, args.seed, args.trace
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import engines
 from engines import Engine, Setup
 
 from tests.kit.ports import free_port
-from tests.kit.servers import Server, ServerEndedError, VllmServer
+from tests.kit.servers import Server, ServerEndedError
 from vllm_commext.errors import CommextTimeoutError
 
 BOTH, NIXL, P2P = "both", "nixl", "p2p"
@@ -21,6 +22,7 @@ PLAIN = "plain"
 """Kinds of sets: ours, where every engine both prefills and decodes; vLLM's connector; vLLM's tier;
 none."""
 CONNECTORS = {BOTH: engines.OURS, NIXL: engines.VLLM, P2P: engines.NONE, PLAIN: engines.NONE}
+MODEL = "model"
 TIER_PORT, TIER_BYTES = "VLLM_P2P_SIDE_CHANNEL_PORT", 48 << 30
 
 
@@ -49,7 +51,11 @@ class Places:
     extra: Mapping[str, Any]
 
 
-def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> VllmServer:
+def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> Server:
+    if setup.device == MODEL:
+        command = [sys.executable, "-m", "tools.stand_in", "--number", str(number), "--port"]
+        port = free_port()
+        return Server(f"stand-in-{number}", [*command, str(port)], setup.folder, port=port)
     small = engines.SMALL_CACHE if setup.device == "cpu" else ()
     port, tier = free_port(), ()
     if chosen.kind == P2P:
@@ -91,13 +97,13 @@ def stop_all(servers: Sequence[Server]) -> None:
 @contextmanager
 def started(
     setup: Setup, places: Places, sets: Sequence[EngineSet]
-) -> Iterator[dict[EngineSet, list[VllmServer]]]:
+) -> Iterator[dict[EngineSet, list[Server]]]:
     """All sets whose engines start, all at once."""
     made = {
         chosen: [_server(setup, chosen, places, n) for n in range(len(places.gpus) // chosen.tp)]
         for chosen in sets
     }
-    found: dict[EngineSet, list[VllmServer]] = {}
+    found: dict[EngineSet, list[Server]] = {}
     try:
         for server in (server for servers in made.values() for server in servers):
             server.start()

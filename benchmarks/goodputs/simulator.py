@@ -129,7 +129,7 @@ class Policy(Protocol):
 
 
 @dataclass
-class _Engine:
+class Engine:
     """context: tokens before all running answers; reserved: of prompts in its KV cache besides;
     loading: requests without a place there for another engine's prompt; reading: those with one,
     until that is read; joining: those whose answers go on with a next step; ending: prompts whose
@@ -255,7 +255,7 @@ class Simulation:
         turns: Iterable[Turn] = (),
         notice_seconds: float = 0.0,
     ) -> None:
-        self.engines = [_Engine(one, random.Random(idx)) for idx, one in enumerate(hardware)]
+        self.engines = [Engine(one, random.Random(idx)) for idx, one in enumerate(hardware)]
         self.requests = [Request(one) for one in arrivals]
         self._policy = policy
         self._notice_seconds = notice_seconds
@@ -357,7 +357,7 @@ class Simulation:
             self._start(request.decode)
         self._start(request.prefill)
 
-    def _give_places(self, engine: _Engine) -> None:
+    def _give_places(self, engine: Engine) -> None:
         """Let those in whose prompts are to be read, in the order in which they came."""
         while engine.loading and engine.budget and engine.has_room(engine.loading[0].size):
             request = engine.loading.popleft()
@@ -365,7 +365,7 @@ class Simulation:
             request.has_place = True
             engine.reading.append(request)
 
-    def _take_read(self, engine: _Engine) -> None:
+    def _take_read(self, engine: Engine) -> None:
         """First tokens of those whose prompts have been read."""
         for request in [one for one in engine.reading if one.is_handed_over]:
             engine.reading.remove(request)
