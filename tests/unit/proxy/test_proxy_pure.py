@@ -13,6 +13,7 @@ from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.choice import least_work
+from vllm_commext.proxy.engines.health import failed_check
 from vllm_commext.proxy.engines.pool import Engine, EnginePool
 from vllm_commext.proxy.http.answers import EventCutter
 from vllm_commext.proxy.http.body import encode, members_of
@@ -204,12 +205,12 @@ def test_two_failed_checks_in_a_row_make_an_engine_unhealthy() -> None:
     assert not engine.state.healthy
     for _ in range(2):
         engine.state.pass_check()
-        engine.failed_check(fall=2, detail="once")
+        failed_check(engine, fall=2, detail="once")
         assert engine.state.healthy
     engine.state.pass_check()
-    engine.failed_check(fall=2, detail="once")
+    failed_check(engine, fall=2, detail="once")
     assert engine.state.healthy
-    engine.failed_check(fall=2, detail="twice")
+    failed_check(engine, fall=2, detail="twice")
     assert (engine.state.healthy, engine.state.detail) == (False, "twice")
 
 
@@ -221,7 +222,7 @@ def test_an_engine_under_suspicion_is_asked_last_until_a_check_clears_or_ends_it
     suspect.state.pass_check()
     assert least_work(pool) == (suspect, 0)
     suspect.state.suspect()
-    suspect.failed_check(fall=2, detail="gone")
+    failed_check(suspect, fall=2, detail="gone")
     assert (suspect.usable, suspect.state.detail) == (False, "gone")
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.proxy.test_resume import COMPLETIONS, stream
 from vllm_commext.proxy.engines.health import read_capabilities
-from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel
-from vllm_commext.proxy.session.attempt import MAX_WAITING, Stream
+from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel, Work
+from vllm_commext.proxy.session.attempt import Stream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 ANSWER = stream(0, COMPLETIONS, [[(7, "one")], [(8, " two")], [(9, " three")]])
@@ -271,12 +271,12 @@ async def test_few_decode_answers_wait_for_one_prefill_engine(kit: Any) -> None:
         (engine,) = cluster.pools[0].engines
         may_answer = asyncio.Event()
         prefill.behave = kit.held(may_answer, answering())
-        asked = [asyncio.create_task(ask(cluster)) for _ in range(MAX_WAITING + 2)]
+        asked = [asyncio.create_task(ask(cluster)) for _ in range(Work.MAX_WAITING + 2)]
         await kit.until(lambda: len(prefill.calls) == 1 + len(asked), "all requests")
-        assert len(engine.work.waiting) == MAX_WAITING
+        assert len(engine.work.waiting) == Work.MAX_WAITING
         may_answer.set()
         paths = [path for path, _ in await asyncio.gather(*asked)]
-        assert sorted(paths) == ["streamed"] * MAX_WAITING + ["two-step"] * 2
+        assert sorted(paths) == ["streamed"] * Work.MAX_WAITING + ["two-step"] * 2
         assert (await ways(cluster))["busy"] == 2
         assert not engine.work.waiting
         assert len(decoding.calls) == 1 + len(asked)

@@ -1,10 +1,12 @@
-"""Prompts that engines hold: a request goes where the beginning of its prompt has been computed."""
+"""Prompts that engines hold: a request goes where the beginning of its prompt has been computed, or
+what came before in its conversation."""
 
 import hashlib
+import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 MIN_WEIGHT = 16.0
 """Tokens: the least that a remembered prompt counts for, about one block of an engine's cache."""
@@ -15,6 +17,8 @@ BLOCK_BYTES = 1024
 MAX_BLOCKS = 256
 """Looked at of each prompt, so that a large one costs some milliseconds and no more."""
 _DIGEST_BYTES = 12
+SESSION_HEADER = "X-Session-ID"
+_IN_USER_ID = re.compile(r"session.{0,8}?([0-9a-f]{8}-[0-9a-f-]{27})")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,16 @@ def _digest(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         found.update(part)
     return found.digest()
+
+
+def session_of(body: Mapping[str, Any], header: str | None) -> str | None:
+    """Name of the conversation: as engines read it, or as agents write it."""
+    names = (header, body.get("session_id"), body.get("prompt_cache_key"))
+    named = next((name for name in names if isinstance(name, str) and name), None)
+    metadata = body.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    found = _IN_USER_ID.search(user) if isinstance(user, str) and not named else None
+    return found[1] if found else named
 
 
 class _Recent(OrderedDict[bytes, float]):

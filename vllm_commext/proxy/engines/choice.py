@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import nsmallest
 from typing import Any, Self, TypeVar
 
@@ -14,7 +13,6 @@ from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.pool import DECODE, PREFILL, ROLES, Engine, EnginePool
 from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL, no_answer
-from vllm_commext.proxy.policy.load import EngineLoad, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
 MAX_LATEST = 1 << 16
@@ -33,7 +31,7 @@ class Plan:
     decode: Engine | None = None
     expected: Way | None = None
     first_token_at: float = 0.0
-    _answer: Planned | None = None
+    _end_planned: Callable[[], None] = lambda: None
 
     @property
     def kind(self) -> str:
@@ -47,8 +45,7 @@ class Plan:
 
     def note_sent(self) -> None:
         """Its answer is no more planned: it is expected."""
-        if self._answer is not None:
-            self._answer.end()
+        self._end_planned()
 
     @property
     def ways(self) -> tuple[tuple[str, float, float], ...]:
@@ -114,7 +111,7 @@ class Chooser:
     def of(cls, config: ProxyConfig, limits: Limits) -> Self:
         """With pools that are empty as yet."""
         planner = Planner(limits)
-        tokens, load_of = config.affinity_tokens, partial(EngineLoad, planner.shared)
+        tokens, load_of = config.affinity_tokens, planner.new_load
         pools = {role: EnginePool(role, tokens, load_of) for role in ROLES}
         return cls(config.placement, planner, pools)
 
@@ -161,7 +158,7 @@ class Chooser:
             self._last.note(name, engine)
         source = None if placement.is_local else source
         answer = self._planner.note(placement, max(tokens, 1), now)
-        return Plan(source, engine, placement, now + placement.first_token, answer)
+        return Plan(source, engine, placement, now + placement.first_token, answer.end)
 
     def keeper(self, name: Any) -> Engine | None:
         """Engine that keeps the answer *name*, for a request; None: any. Raises `ProxyError`."""

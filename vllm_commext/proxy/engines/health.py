@@ -38,6 +38,13 @@ _LABELS = frozenset(("engine", "host", "port", "seal", "streams", "reuse", "rele
 _WANTED = re.compile(rb"^(?:%s)\{.*" % "|".join(PAGE_NAMES).encode(), re.MULTILINE)
 
 
+def failed_check(engine: Engine, fall: int, detail: str) -> None:
+    """Count a failed check: *fall* in a row are enough, or one after a lost connection."""
+    state = engine.state
+    if state.count_failure() >= fall or state.suspected or not state.healthy:
+        engine.fall(detail)
+
+
 class HealthMonitor:
     def __init__(
         self,
@@ -106,7 +113,7 @@ class HealthMonitor:
             if was_healthy:  # by now, what requests find out meanwhile is newer than the check
                 await self._learn_page(engine)
         else:
-            engine.failed_check(self._config.health_fall, failure)
+            failed_check(engine, self._config.health_fall, failure)
         if state.healthy != was_healthy:
             told = "healthy" if state.healthy else f"unhealthy: {state.detail}"
             level = logging.INFO if state.healthy else logging.WARNING

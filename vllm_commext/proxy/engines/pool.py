@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 from vllm_commext.proxy.engines.affinity import Memory
 from vllm_commext.proxy.policy.load import EngineLoad
@@ -97,12 +98,12 @@ class State:
         self.num_failed, self.suspected, self.drains_itself = 0, False, False
         self.healthy, self.detail = True, "ok"
 
-    def fail_check(self, fall: int, detail: str) -> None:
-        self.num_failed = min(self.num_failed + 1, fall)
-        if self.num_failed >= fall or self.suspected:
-            self.healthy = False
-        if not self.healthy:
-            self.detail = detail
+    def count_failure(self) -> int:
+        self.num_failed += 1
+        return self.num_failed
+
+    def fall(self, detail: str) -> None:
+        self.healthy, self.detail = False, detail
 
     def suspect(self) -> None:
         """Have the engine checked now, and others asked first."""
@@ -112,13 +113,19 @@ class State:
 
 @dataclass(eq=False)
 class Work:
-    """Requests at an engine. tokens: their weight. waiting: answers, for its prompts."""
+    """Requests at an engine. tokens: their weight. waiting: answers, for its prompts, up to
+    `MAX_WAITING`: vLLM looks at each every step."""
 
+    MAX_WAITING: ClassVar = 8
     in_flight: int = 0
     tokens: int = 0
     waiting: set[object] = field(default_factory=set[object])
     on_lost: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
     on_drain: set[Callable[[], None]] = field(default_factory=set[Callable[[], None]])
+
+    @property
+    def is_busy(self) -> bool:
+        return len(self.waiting) >= self.MAX_WAITING
 
     @contextmanager
     def counted(self, tokens: int) -> Iterator[None]:
@@ -153,15 +160,16 @@ class Engine:
         state = self.state
         return state.healthy and not state.draining and not state.drains_itself
 
-    def failed_check(self, fall: int, detail: str) -> None:
-        """Count a failed check; one is enough after a lost connection."""
-        self.state.fail_check(fall, detail)
-        if not self.state.healthy:
-            self._forget()
+    def fall(self, detail: str) -> None:
+        """Be unhealthy, and hold nothing."""
+        self.state.fall(detail)
+        self.memory.clear()
+        self.load.cache.forget()
+        self.capabilities = UNKNOWN
 
     def refuse(self, detail: str) -> None:
         """Give no work to an engine that refuses connections, until a check passes."""
-        self.failed_check(1, detail)
+        self.fall(detail)
         self.state.suspect()
 
     def note_drain(self) -> None:
@@ -174,11 +182,6 @@ class Engine:
         for called in tuple(self.work.on_drain):
             called()
 
-    def _forget(self) -> None:
-        self.memory.clear()
-        self.load.cache.forget()
-        self.capabilities = UNKNOWN
-
     def learn(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
 
@@ -189,7 +192,7 @@ class Engine:
     def lose(self) -> None:
         """Give up all its requests, and give it none until a check passes."""
         if self.state.healthy:
-            self.failed_check(1, "it has answered no check for too long")
+            self.fall("it has answered no check for too long")
             logger.warning("%s (%s) is now unhealthy: %s", self.name, self.url, self.state.detail)
         for called in tuple(self.work.on_lost):
             called()

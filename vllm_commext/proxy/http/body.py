@@ -36,12 +36,10 @@ BYTES_PER_TOKEN = 4
 LENGTHS = ("max_completion_tokens", "max_tokens")
 _MAX_SCALAR_BYTES = 8 << 10
 # Never decoded, so that they are the same text whatever the body's size.
-_PROMPTS = frozenset(
-    (
-        *("prompt", "prompt_embeds", "suffix", "messages", "input", "instructions", "system"),
-        *("tools", "documents", "chat_template", "chat_template_kwargs", "token_ids", "features"),
-        *("content_parts", "prompt_token_ids", "previous_input_messages", "tokens"),
-    )
+_PROMPTS = frozenset[str]().union(
+    ("prompt", "prompt_embeds", "suffix", "messages", "input", "instructions", "system"),
+    ("tools", "documents", "chat_template", "chat_template_kwargs", "token_ids", "features"),
+    ("content_parts", "prompt_token_ids", "previous_input_messages", "tokens"),
 )
 
 
@@ -182,8 +180,7 @@ class _Nest:
 
     def __init__(self) -> None:
         self.num_commas = self.num_leaves = 0
-        self._depth = 0
-        self._in_string = False
+        self._depth, self._in_string = 0, False
 
     @classmethod
     def of(cls, text: bytes) -> "_Nest":

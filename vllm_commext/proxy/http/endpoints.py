@@ -10,16 +10,15 @@ from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, dumps, num_t
 
 MAX_SAMPLES = 1 << 14
 MOST_TOKENS = 1 << 15
+MAX_NAME_BYTES = 64 << 10
+"""Looked at of a model's name or a salt."""
 _PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "documents", "tools")
 _SAMPLES = ("n", "best_of")
 # Long members that no prompt is made of.
-_NO_PROMPT = frozenset(
-    (
-        *("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids", "metadata", "stop"),
-        *("output_config", "response_format", "stop_token_ids", "structured_outputs", "text"),
-        _IDS,
-    )
+_NO_PROMPT = frozenset((_IDS,)).union(
+    ("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids", "metadata", "stop"),
+    ("output_config", "response_format", "stop_token_ids", "structured_outputs", "text"),
 )
 
 
@@ -112,10 +111,6 @@ def most_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     return next((n for n in given if isinstance(n, int) and n > 0), MOST_TOKENS)
 
 
-MAX_NAME_BYTES = 64 << 10
-"""Looked at of a model's name or a salt."""
-
-
 def names_of(body: Mapping[str, Any]) -> list[bytes | memoryview]:
     """Model and salt: engines tell the same prompts apart by them."""
     found = body.get("model"), body.get("cache_salt")
@@ -154,16 +149,3 @@ def _same_text(text: bytes, part: RawJson) -> bytes:
     if b'"cache_control"' in text:
         text = _CACHE_MARK.sub(b"", text)
     return _BILLING.sub(b"", text, 1) if b"x-anthropic-billing" in text[:4096] else text
-
-
-_IN_USER_ID = re.compile(r"session.{0,8}?([0-9a-f]{8}-[0-9a-f-]{27})")
-
-
-def session_of(body: Mapping[str, Any], header: str | None) -> str | None:
-    """Name of the conversation: as engines read it, or as agents write it."""
-    names = (header, body.get("session_id"), body.get("prompt_cache_key"))
-    named = next((name for name in names if isinstance(name, str) and name), None)
-    metadata = body.get("metadata")
-    user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    found = _IN_USER_ID.search(user) if isinstance(user, str) and not named else None
-    return found[1] if found else named

@@ -30,8 +30,7 @@ class Lengths:
         """Longest first, half of each in the next: of those as long as one half are longer."""
         self._weight = 1.0
         """Of the latest answer. It grows instead of decaying older samples."""
-        self._num_samples = 0.0
-        self._sums = [0.0]
+        self._num_samples, self._sums = 0.0, [0.0]
         """Of the first counts, as far as they are worked out."""
         self.mean = 0.0
 

@@ -120,6 +120,9 @@ class Planner:
     def __init__(self, limits: Limits) -> None:
         self.shared = Speeds(limits)
 
+    def new_load(self) -> EngineLoad:
+        return EngineLoad(self.shared)
+
     def place(
         self, now: float, tokens: int, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Way | None:

@@ -6,11 +6,10 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_commext.proxy import outcome
-from vllm_commext.proxy.engines.choice import Plan
 from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, SideChannel
 from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, ProxyError, Route
 from vllm_commext.proxy.session import two_step
@@ -24,8 +23,6 @@ _PLACE_FIELDS = ("remote_host", "remote_port", "remote_place_seal")
 CHECK_SECONDS = 10.0
 """Longest wait for a check of an engine that has broken a connection."""
 LOOK_SECONDS = 0.02
-MAX_WAITING = 8
-"""Requests that wait at decode engines for one prefill engine: vLLM looks at each every step."""
 
 
 def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +41,7 @@ def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
     first, *others = known.ranks
     if others:
         return AtOnce.SEVERAL
-    return AtOnce.BUSY if len(engine.work.waiting) >= MAX_WAITING else first.channel
+    return AtOnce.BUSY if engine.work.is_busy else first.channel
 
 
 @dataclass(eq=False)
@@ -156,19 +153,16 @@ def _close(decode: asyncio.Task[Opened]) -> None:
         logger.error("failed to close a connection to a decode engine", exc_info=error)
 
 
-@dataclass(eq=False)
 class Attempt:
     """route: how the answer comes about."""
 
-    _service: Service
-    _asked: Asked
-    _tries: Tries
-    route: Route = field(default_factory=Route)
-    plan: Plan | None = None
-    _prefilled: Prefilled | None = None
-    _prefilled_at: float = 0.0
-    _source: Engine | None = None
-    """Prefill engine whose KV cache a decode engine is asked to read."""
+    def __init__(self, service: Service, asked: Asked, tries: Tries, route: Route) -> None:
+        self._service, self._asked, self._tries, self.route = service, asked, tries, route
+        self.plan = None
+        self._prefilled: Prefilled | None = None
+        self._prefilled_at = 0.0
+        self._source: Engine | None = None
+        """Prefill engine whose KV cache a decode engine is asked to read."""
 
     def choose(self) -> None:
         asked, tries = self._asked, self._tries

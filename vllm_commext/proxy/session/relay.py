@@ -20,11 +20,9 @@ from vllm_commext.proxy.session.transcript import Transcript
 logger = logging.getLogger("vllm.commext.proxy")
 
 # These describe one connection, or the proxy sets its own.
-_NOT_PASSED_ON = frozenset(
-    (
-        *("connection", "content-length", "date", "keep-alive", "proxy-authenticate", "server"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
-    )
+_NOT_PASSED_ON = frozenset[str]().union(
+    ("connection", "content-length", "date", "keep-alive", "proxy-authenticate", "server"),
+    ("te", "trailer", "transfer-encoding", "upgrade"),
 )
 
 BULK_BYTES = 4 << 10

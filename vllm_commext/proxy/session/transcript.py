@@ -15,6 +15,7 @@ import msgspec
 from vllm_commext.proxy.http.body import decode, dumps
 from vllm_commext.proxy.outcome import Resume
 from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
+from vllm_commext.proxy.session.resume_memory import Room
 
 ANSWER, PIECES, TELLS = "answer_token_ids", "answer_pieces", "tells_computed_by"
 _GROWTH_BYTES = 16 << 10
@@ -39,8 +40,6 @@ _PLAIN = {
 }
 """vLLM's text around that of an event in mid-answer; quotes in a text are escaped."""
 _MAX_RAW_BYTES = 4 << 10
-MAX_SHARE = 1 / 16
-"""Of all streams' room, what one may take."""
 _NOTE = b',"commext_resumed":%d}'
 """In an answer's last event: how often it has gone on elsewhere."""
 
@@ -70,35 +69,6 @@ class _Passed(msgspec.Struct):
 
 _DECODER = msgspec.json.Decoder(_Event)
 _PASSED = msgspec.json.Decoder(_Passed)
-
-
-class Room:
-    """Bytes kept for all streams, of which one may hold `MAX_SHARE`. Where they would be too many,
-    the stream that holds the most is given up."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left, self._most = max_bytes, int(max_bytes * MAX_SHARE)
-        self._taken: dict[Transcript, int] = {}
-
-    def taken(self, holder: "Transcript") -> int:
-        return self._taken.get(holder, 0)
-
-    def take(self, holder: "Transcript", num_bytes: int) -> bool:
-        total = self.taken(holder) + num_bytes
-        if total > self._most:
-            return False
-        while num_bytes > self._left:
-            others = [one for one in self._taken if one is not holder and not one.is_behind]
-            largest = max(others, key=lambda one: self._taken[one], default=None)
-            if largest is None or self._taken[largest] <= total:
-                return False
-            largest.give_up()
-        self._left -= num_bytes
-        self._taken[holder] = total
-        return True
-
-    def give_back(self, holder: "Transcript") -> None:
-        self._left += self._taken.pop(holder, 0)
 
 
 class _Told:
@@ -195,8 +165,7 @@ class _Origin:
     gone on at another engine."""
 
     def __init__(self, first: _Event | None = None) -> None:
-        self.first = first
-        self.num_resumed = 0
+        self.first, self.num_resumed = first, 0
         self.renames: tuple[tuple[bytes, bytes], ...] | None = ()
 
     def go_on(self) -> None:

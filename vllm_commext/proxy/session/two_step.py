@@ -11,7 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, NO_PREFIX, Prefix
+from vllm_commext.proxy.engines import affinity
+from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.http import endpoints
 from vllm_commext.proxy.http.body import LENGTHS, RawJson, checked_body, compacted, encode, in_steps
 from vllm_commext.proxy.http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint
@@ -25,8 +26,8 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 # A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
 # the token itself is thrown away.
 _NOT_FOR_PREFILL = ("stop_token_ids",)
+_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
-SESSION_HEADER = "X-Session-ID"
 MIN_LEFT = 16
 """An answer with fewer tokens left is not moved."""
 
@@ -112,11 +113,10 @@ def own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
 def prefix_of(
     body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
 ) -> Prefix:
-    text, num_bytes = endpoints.prompt_text(endpoint, body, MAX_BLOCKS * BLOCK_BYTES)
+    text, num_bytes = endpoints.prompt_text(
+        endpoint, body, affinity.MAX_BLOCKS * affinity.BLOCK_BYTES
+    )
     return Prefix.of(endpoints.names_of(body), text, num_bytes, session, tokens)
-
-
-_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
 
 
 def refusal(
@@ -157,7 +157,8 @@ class Asked:
         self.prefix = NO_PREFIX
         self.local_reason = local_prefill_reason(endpoint, body, min_prompt_tokens)
         if has_affinity and endpoint.computes:
-            session = endpoints.session_of(body, request.headers.get(SESSION_HEADER))
+            named = request.headers.get(affinity.SESSION_HEADER)
+            session = affinity.session_of(body, named)
             self.prefix = prefix_of(body, endpoint, session, tokens)
 
     def follow(self, room: Room | None) -> None:

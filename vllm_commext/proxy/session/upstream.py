@@ -25,11 +25,12 @@ from vllm_commext.proxy.session import failures
 from vllm_commext.proxy.session.failures import Deadline, Opened, Tries
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.releases import Key, Releases
-from vllm_commext.proxy.session.transcript import Room
+from vllm_commext.proxy.session.resume_memory import Room
 
 logger = logging.getLogger("vllm.commext.proxy")
 
 T = TypeVar("T")
+Told = tuple[int, Mapping[str, str], bytes]
 KEY_BYTES = 16
 PICK_INTERVAL_SECONDS = 0.05
 _MAX_FETCHES = 8
@@ -201,9 +202,7 @@ class Upstream:
         self.metrics.steps.decode_headers_seconds.observe(time.monotonic() - began)
         return opened
 
-    async def fetch(
-        self, path: str, headers: Mapping[str, str]
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    async def fetch(self, path: str, headers: Mapping[str, str]) -> Told:
         """Answer of any engine, decode engines first: status, headers, body."""
         seconds = self.config.health_timeout_seconds
         try:
@@ -217,9 +216,7 @@ class Upstream:
         finally:
             self._fetches.release()
 
-    async def ask_any(
-        self, method: str, path: str, headers: Mapping[str, str]
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    async def ask_any(self, method: str, path: str, headers: Mapping[str, str]) -> Told:
         """As `fetch`, by any *method*; the caller bounds how many ask at a time."""
         seconds = self.config.health_timeout_seconds
         chosen = least_work(self.decode_pool) or least_work(self.prefill_pool)
