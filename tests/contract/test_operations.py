@@ -107,7 +107,7 @@ def test_the_dashboard_shows_every_metric_of_the_connector() -> None:
 def test_the_page_has_every_metric_and_no_other() -> None:
     kinds = families()
     declared = {name + "_total" * (kind == "counter") for name, (kind, _) in kinds.items()}
-    assert set(NAME.findall(PAGE.replace("_bucket[", "["))) - {"commext_nixl"} == declared
+    assert set(NAME.findall(re.sub(r"_(bucket|sum)\[", "[", PAGE))) - {"commext_nixl"} == declared
 
 
 def warnings() -> Iterator[tuple[str, list[str]]]:

@@ -101,7 +101,7 @@ _CHOSEN = {
         PLACEMENTS,
         "adaptive: both steps at one engine or split over two, by measured speed and the limits; "
         "local: both at the engine with the least work; fixed: by engines' roles; auto: adaptive "
-        "with --engine, else fixed",
+        "while an engine does both, else fixed",
     ),
     "prompt_order": (
         ORDERS,
