@@ -29,11 +29,8 @@ def event(engine: int, path: str, **choice: Any) -> bytes:
     text = {name: choice.pop(name) for name in ("text", "delta") if name in choice}
     every = {"index": 0, **text, "logprobs": None, "finish_reason": None, **choice}
     content = {"id": f"one-{engine}", "created": 1000 + engine, "choices": [every]}
-    return (
-        b"data: "
-        + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-        + (b"\n\n")
-    )
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return b"data: %b\n\n" % text.encode()
 
 
 def part(path: str, text: str) -> dict[str, Any]:
@@ -105,6 +102,11 @@ def test_each_token_comes_once(path: str, asks_ids: bool, seed: int, num_lost: i
     assert sum("role" in one.get("delta", {}) for c in contents(got) for one in c["choices"]) == (
         path == CHAT
     )
+
+
+def test_what_one_engine_tells_twice_comes_twice() -> None:
+    usage = USAGE % (b"one-0", 1000)
+    assert Transcript(Room(ROOM_BYTES), {}, 0).pass_on(usage + usage) == usage + usage
 
 
 def resumed(first: bytes, second: bytes, body: Mapping[str, Any] | None = None) -> bytes:

@@ -330,9 +330,9 @@ class Transcript:
             event = self._origin.renamed(event, told)
         if self._replay is not None:
             return self._spliced(event, choice, self._replay)
-        if choice is None:  # its usage, which the client may have already
+        if choice is None:  # its usage, which the client may have of another engine
             had_usage, self._told.has_usage = self._told.has_usage, True
-            return b"" if had_usage else event
+            return b"" if had_usage and self._origin.num_resumed else event
         if self._origin.first is None:
             self._origin.first = told
         pieces = (len(choice.token_ids or ()),)
