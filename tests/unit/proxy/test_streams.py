@@ -119,15 +119,9 @@ async def test_both_engines_are_asked_at_once_from_the_first_request_on(kit: Any
         key = params_of(prefill.calls[0])["stream_key"]
         assert KEY.fullmatch(key)
         assert params_of(prefill.calls[0])["do_remote_decode"] is True
-        assert params_of(decoding.calls[0]) == {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "stream_key": key,
-            "remote_host": "10.0.0.7",
-            "remote_port": 5600,
-            "remote_place_seal": SEAL,
-            **kit.asks_mark,
-        }
+        where = {"remote_host": "10.0.0.7", "remote_port": 5600, "remote_place_seal": SEAL}
+        step = {"do_remote_prefill": True, "do_remote_decode": False}
+        assert params_of(decoding.calls[0]) == {**step, "stream_key": key, **where, **kit.asks_mark}
         assert decoding.calls[0].body["prompt"] == BODY["prompt"]
         await ask(cluster)
         assert params_of(prefill.calls[1])["stream_key"] != key
@@ -174,10 +168,8 @@ async def test_a_decode_engine_that_drains_passes_a_streamed_request_on(kit: Any
         seen = len(other.calls)
         assert (await ask(cluster))[0] == "streamed"
         assert draining.num_refused == 1
-        assert (
-            params_of(other.calls[seen])["stream_key"]
-            == (params_of(prefill.calls[-1])["stream_key"])
-        )
+        read, computed = params_of(other.calls[seen]), params_of(prefill.calls[-1])
+        assert read["stream_key"] == computed["stream_key"]
         assert len(prefill.calls) == 2
         assert await ways(cluster) == {"streamed": 2}
 
@@ -201,15 +193,21 @@ async def test_a_prefill_engine_that_drains_takes_a_streamed_request_back(kit: A
         assert (await ways(cluster))["again"] >= 1
 
 
-async def test_a_client_that_leaves_takes_both_requests_along(kit: Any) -> None:
+@pytest.mark.parametrize("num_computed", [1, 2])
+async def test_a_client_that_leaves_takes_both_requests_along(kit: Any, num_computed: int) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
         await ask(cluster)
-        prefill.behave = decoding.behave = kit.hanging
+        decoding.behave = kit.hanging
+        prefill.behave = answering() if num_computed == 2 else kit.hanging
         task = asyncio.ensure_future(ask(cluster))
         await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
+        while f"prefill_seconds_count {num_computed}" not in await cluster.metrics():
+            await asyncio.sleep(0.01)
         task.cancel()
-        await kit.until(lambda: prefill.num_left and decoding.num_left, "both to be left")
+        await kit.until(lambda: decoding.num_left + prefill.num_left == 3 - num_computed, "an end")
+        await cluster.idle()
+        assert await ways(cluster) == {"streamed": num_computed}
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class Attempt:
         finally:
             await stream.cancel()
             if prefilled is not None or stream.way is AtOnce.ALONE:
-                metrics.streams.labels(stream.way).inc()
+                metrics.streams.labels(stream.way or AtOnce.STREAMED).inc()
         if prefilled is not None and not self._has_reader(prefilled.engine):
             self.release()
             metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
