@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.attack.judge import Attack, Victim
 from tests.attack.proxy_victim import before, connected, head, posted, proxy
-from vllm_commext.proxy.server import raise_limit
+from vllm_commext.proxy.process import raise_limit
 
 MIB = 1 << 20
 

@@ -29,7 +29,7 @@ from tests.attack.proxy_victim import (
 )
 from tests.kit.ports import LOOPBACK
 from tests.unit.proxy.test_proxy_access import certificate, whole_hello
-from vllm_commext.proxy.server import raise_limit
+from vllm_commext.proxy.process import raise_limit
 
 SECONDS = 6.0
 OTHER = "127.0.0.2"

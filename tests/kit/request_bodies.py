@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.http.body import members_of
+from vllm_commext.proxy.http.json_members import members_of
 
 awkward = st.text(alphabet='a"\\\n\0{[,:]}é\u2028\U0001f600', max_size=40)
 json_values = st.recursive(

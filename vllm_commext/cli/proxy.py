@@ -190,7 +190,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         return _fail(_as_typed(str(error)))
     try:
-        from vllm_commext.proxy.server import check, fitted, raise_limit, run_loop, serve
+        from vllm_commext.proxy.process import fitted, raise_limit, run_loop
+        from vllm_commext.proxy.server import check, serve
     except ModuleNotFoundError as error:
         return _fail(f'{error}: pip install "vllm_commext[proxy]" brings it')
     logging.basicConfig(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_commext.errors import CommextError, Reason
 from vllm_commext.limited_log import RateLimitedLog
@@ -83,13 +83,6 @@ def no_answer(name: Any, reason: str) -> ProxyError:
     error = {"message": message, "type": "invalid_request_error", "param": "response_id"}
     body = json.dumps({"error": {**error, "code": 404}}).encode()
     return ProxyError(404, "bad_request", message, answer=EngineAnswer(body))
-
-
-class Cached(NamedTuple):
-    """A prompt's tokens that a prefix cache had, and those that it took in (None: not said)."""
-
-    cached_tokens: int
-    created_cache_tokens: int | None = None
 
 
 class ClientGoneError(CommextError):

@@ -1,21 +1,17 @@
 """The proxy as a process: what a client may ask of it, its ports, and its end by a signal."""
 
 import asyncio
-import gc
-import importlib
 import logging
 import os
 import re
-import resource
 import secrets
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -27,9 +23,9 @@ from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.discovery import Registry, Sources, read_places
 from vllm_commext.proxy.engines.health import HealthMonitor
 from vllm_commext.proxy.http import access
-from vllm_commext.proxy.http.body import BodyBudget, Intake
 from vllm_commext.proxy.http.connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.http.request_body import BodyBudget, Intake
 from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
 from vllm_commext.proxy.session.session import MAX_MOVES, Session
@@ -419,45 +415,3 @@ def _url(port: asyncio.Server, is_tls: bool = False) -> str:
     host, number = port.sockets[0].getsockname()[:2]
     scheme = "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{number}" if ":" in host else f"{scheme}://{host}:{number}"
-
-
-_GC_THRESHOLDS = (20_000, 20, 20)
-
-
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run *main* on uvloop if it is installed: a token costs less there. The garbage collector
-    leaves alone what is in memory by now."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
-    try:
-        uvloop = importlib.import_module("uvloop")
-    except ModuleNotFoundError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
-
-
-_OWN, _MOST = 64, 1 << 20
-
-
-def raise_limit() -> int:
-    """Raise the soft limit of descriptors to the hard one; returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return _MOST if soft == resource.RLIM_INFINITY else soft
-
-
-def fitted(config: ProxyConfig, limit: int) -> ProxyConfig:
-    """Limit requests and connections by descriptors: a request has a client and two engines."""
-    in_flight = min(config.max_in_flight, max((limit - _OWN) // 3, 1))
-    room = max(limit - _OWN - 2 * in_flight, 1)
-    if in_flight < config.max_in_flight:
-        text = "%d descriptors allow %d requests at a time and not the %d of --max-in-flight: raise"
-        text += " the hard limit (LimitNOFILE= of systemd, ulimit -Hn)"
-        logger.warning(text, limit, in_flight, config.max_in_flight)
-    connections = min(config.max_connections, room)
-    return replace(config, max_in_flight=in_flight, max_connections=connections)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.http.body import MAX_SMALL_BYTES
+from vllm_commext.proxy.http.request_body import MAX_SMALL_BYTES
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
 IDS = {"prompt_token_ids": [1, 2, 3]}

@@ -20,8 +20,9 @@ from vllm_commext.proxy.engines.discovery import (
     Sources,
 )
 from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.http import answers, body
-from vllm_commext.proxy.http.body import decode, members_of
+from vllm_commext.proxy.http import answers
+from vllm_commext.proxy.http import json_members as body
+from vllm_commext.proxy.http.json_members import decode, members_of
 from vllm_commext.proxy.outcome import Resume
 from vllm_commext.proxy.session import transcript
 from vllm_commext.proxy.session.transcript import MAX_EVENT_BYTES, Room, Transcript

@@ -12,8 +12,8 @@ from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, MIN_WEI
 from vllm_commext.proxy.engines.choice import least_work
 from vllm_commext.proxy.engines.health import failed_check
 from vllm_commext.proxy.engines.pool import EnginePool
-from vllm_commext.proxy.http.body import num_tokens
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
+from vllm_commext.proxy.http.json_members import num_tokens
 from vllm_commext.proxy.session.two_step import prefix_of
 
 quick = settings(max_examples=50, deadline=None)

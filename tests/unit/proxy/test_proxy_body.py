@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived, awkward, json_values, run
-from vllm_commext.proxy.http import body as body_module
-from vllm_commext.proxy.http.body import (
+from vllm_commext.proxy.http import json_members as body_module
+from vllm_commext.proxy.http.endpoints import COMPLETIONS
+from vllm_commext.proxy.http.json_members import (
     RawJson,
     compacted,
     decode,
@@ -18,7 +19,6 @@ from vllm_commext.proxy.http.body import (
     members_of,
     num_tokens,
 )
-from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.outcome import LocalPrefill
 from vllm_commext.proxy.session import two_step
 

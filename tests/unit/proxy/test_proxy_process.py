@@ -230,7 +230,7 @@ async def test_a_lack_of_descriptors_is_nobodys_fault_but_the_proxys(kit: Any) -
 def test_requests_and_connections_fit_the_descriptors(
     limit: int, in_flight: int, connections: int
 ) -> None:
-    from vllm_commext.proxy.server import fitted
+    from vllm_commext.proxy.process import fitted
 
     config = fitted(ProxyConfig(prefill=("http://h:1",), decode=("http://h:2",)), limit)
     assert (config.max_in_flight, config.max_connections) == (in_flight, connections)

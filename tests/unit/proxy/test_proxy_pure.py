@@ -16,8 +16,8 @@ from vllm_commext.proxy.engines.choice import least_work
 from vllm_commext.proxy.engines.health import failed_check
 from vllm_commext.proxy.engines.pool import Engine, EnginePool
 from vllm_commext.proxy.http.answers import EventCutter
-from vllm_commext.proxy.http.body import encode, members_of
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
+from vllm_commext.proxy.http.json_members import encode, members_of
 from vllm_commext.proxy.outcome import LocalPrefill
 from vllm_commext.proxy.session import two_step
 

@@ -16,9 +16,9 @@ import pytest
 from tests.kit.crossed import crossed
 from tests.kit.request_bodies import run
 from vllm_commext.limited_log import RateLimitedLog
-from vllm_commext.proxy.http import body as body_module
 from vllm_commext.proxy.http import connections
-from vllm_commext.proxy.http.body import members_of
+from vllm_commext.proxy.http import json_members as body_module
+from vllm_commext.proxy.http.json_members import members_of
 
 BODY = {"prompt": "hello", "max_tokens": 3}
 PATHS = ("/v1/completions", "/v1/responses", "/v1/models", "/live", "/metrics", "/none")

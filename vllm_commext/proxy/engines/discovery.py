@@ -17,15 +17,17 @@ from vllm_commext.proxy.engines.pool import BOTH, ENGINE_ROLES, Engine, EnginePo
 logger = logging.getLogger("vllm.commext.proxy")
 
 
+COMMAND_LINE, FILE, ADMIN = "command line", "file", "admin"
+MAX_FILE_BYTES = 1 << 20
+MAX_ENGINES = 1024
+MAX_CHANGED = 16
+"""Engines that are added or removed in one piece."""
+
+
 @dataclass(frozen=True, order=True)
 class EngineEndpoint:
     role: str
     url: str
-
-
-MAX_ENGINES = 1024
-MAX_CHANGED = 16
-"""Engines that are added or removed in one piece."""
 
 
 def _check(places: Iterable[EngineEndpoint]) -> None:
@@ -124,10 +126,6 @@ class Registry:
         for pool in others:
             pool.join(engine)
         return engine
-
-
-COMMAND_LINE, FILE, ADMIN = "command line", "file", "admin"
-MAX_FILE_BYTES = 1 << 20
 
 
 def read_places(path: Path) -> list[EngineEndpoint]:

@@ -4,13 +4,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_commext.proxy.http.body import MAX_DECODED_BYTES as SMALL_BYTES
-from vllm_commext.proxy.http.body import decode, in_steps, members_of
-from vllm_commext.proxy.outcome import Cached
+from vllm_commext.proxy.http.json_members import MAX_DECODED_BYTES as SMALL_BYTES
+from vllm_commext.proxy.http.json_members import decode, in_steps, members_of
 
 CHOICES = "choices"
 _ONE_OF = ("text", "message", "delta", "token_ids")
@@ -29,6 +28,13 @@ _CUT_BYTES = 64
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+class Cached(NamedTuple):
+    """A prompt's tokens that a prefix cache had, and those that it took in (None: not said)."""
+
+    cached_tokens: int
+    created_cache_tokens: int | None = None
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy.http.body import LENGTHS, OBJECTS, RawJson, dumps, num_tokens
+from vllm_commext.proxy.http.json_members import LENGTHS, OBJECTS, RawJson, dumps, num_tokens
 
 MAX_SAMPLES = 1 << 14
 MOST_TOKENS = 1 << 15
@@ -15,6 +15,14 @@ MAX_NAME_BYTES = 64 << 10
 _PARAMS, _IDS = "kv_transfer_params", "prompt_token_ids"
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "documents", "tools")
 _SAMPLES = ("n", "best_of")
+_CACHE_MARK = re.compile(rb'(?:,\s{0,4})?"cache_control"\s{0,4}:\s{0,4}\{[^{}]{0,200}\}')
+_BILLING = re.compile(rb'x-anthropic-billing-header(?:[^"\\]|\\.)*')
+_OPENING = re.compile(
+    rb'\[?\s*(?:\{\s*(?:"(?:type|role)"\s*:\s*"\w*"\s*,\s*)*"content"\s*:\s*)?'
+    rb'(?:\[\s*\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"text"\s*:\s*)?"'
+)
+"""Of a conversation before its first text: the same text may come as a string or in an item."""
+_OPENING_BYTES = 1024
 # Long members that no prompt is made of.
 _NO_PROMPT = frozenset((_IDS,)).union(
     ("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids", "metadata", "stop"),
@@ -115,16 +123,6 @@ def names_of(body: Mapping[str, Any]) -> list[bytes | memoryview]:
     """Model and salt: engines tell the same prompts apart by them."""
     found = body.get("model"), body.get("cache_salt")
     return [one.text[:MAX_NAME_BYTES] if isinstance(one, RawJson) else dumps(one) for one in found]
-
-
-_CACHE_MARK = re.compile(rb'(?:,\s{0,4})?"cache_control"\s{0,4}:\s{0,4}\{[^{}]{0,200}\}')
-_BILLING = re.compile(rb'x-anthropic-billing-header(?:[^"\\]|\\.)*')
-_OPENING = re.compile(
-    rb'\[?\s*(?:\{\s*(?:"(?:type|role)"\s*:\s*"\w*"\s*,\s*)*"content"\s*:\s*)?'
-    rb'(?:\[\s*\{\s*(?:"type"\s*:\s*"\w*"\s*,\s*)?"text"\s*:\s*)?"'
-)
-"""Of a conversation before its first text: the same text may come as a string or in an item."""
-_OPENING_BYTES = 1024
 
 
 def prompt_text(endpoint: Endpoint, body: Mapping[str, Any], max_bytes: int) -> tuple[bytes, int]:

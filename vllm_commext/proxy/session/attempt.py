@@ -158,9 +158,8 @@ class Attempt:
 
     def __init__(self, service: Service, asked: Asked, tries: Tries, route: Route) -> None:
         self._service, self._asked, self._tries, self.route = service, asked, tries, route
-        self.plan = None
+        self.plan, self._prefilled_at = None, 0.0
         self._prefilled: Prefilled | None = None
-        self._prefilled_at = 0.0
         self._source: Engine | None = None
         """Prefill engine whose KV cache a decode engine is asked to read."""
 

@@ -16,9 +16,25 @@ from vllm_commext.drain import HEADER
 from vllm_commext.proxy import outcome
 from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
 from vllm_commext.proxy.http import answers
-from vllm_commext.proxy.outcome import Cached, EngineAnswer, ProxyError, complaints
+from vllm_commext.proxy.http.answers import Cached
+from vllm_commext.proxy.outcome import EngineAnswer, ProxyError, complaints
 from vllm_commext.proxy.policy.load import Answer
 
+MAX_LOST = 2
+"""Engines that one request may lose in one step, since it may be what ends them."""
+MIN_APART = 8
+"""Tokens between two losses that count as different places of the answer."""
+MAX_RESUMES = 4
+MAX_ANSWER_BYTES = 16 << 20
+_CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_LOST = (aiohttp.ClientError, OSError)
+_CORS = ("access-control-", "vary")
+_DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+EVENTS = "text/event-stream"
+MAX_OPENING_BYTES = 64 << 10
+MAX_WHOLE_BYTES = 1 << 20
+"""Of an answer in one piece that is read before the client gets any: it can be repeated."""
 OnLost = set[Callable[[], None]]
 
 
@@ -93,13 +109,6 @@ class Deadline(Watch):
             self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
 
 
-MAX_LOST = 2
-"""Engines that one request may lose in one step, since it may be what ends them."""
-MIN_APART = 8
-"""Tokens between two losses that count as different places of the answer."""
-MAX_RESUMES = 4
-
-
 @dataclass
 class Losses:
     """Engines that one request has lost, and answers of status 500. place: tokens of the answer at
@@ -170,13 +179,6 @@ class Tries:
         return bool(self.num_failed or self.num_resumed)
 
 
-MAX_ANSWER_BYTES = 16 << 20
-_CANNOT_CONNECT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_LOST = (aiohttp.ClientError, OSError, EngineLostError)
-_CORS = ("access-control-", "vary")
-_DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
-
-
 @contextmanager
 def of(
     engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
@@ -186,7 +188,7 @@ def of(
     may have read the blocks, which are free then."""
     try:
         yield
-    except (TimeoutError, *_CANNOT_CONNECT, *_LOST) as error:
+    except (TimeoutError, *_CANNOT_CONNECT, *_LOST, EngineLostError) as error:
         raise meaning_of(engine, error, timeout_seconds, losses, side) from error
     except ProxyError as error:
         error.side = side or error.side
@@ -347,13 +349,6 @@ def bad_answer(engine: Engine, got: str) -> ProxyError:
 def no_engine(pool: EnginePool) -> ProxyError:
     message = f"no usable {pool.role} engine among {len(pool.engines)}; the proxy's log says why"
     return ProxyError(503, "no_engine", message, side=pool.role)
-
-
-_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
-EVENTS = "text/event-stream"
-MAX_OPENING_BYTES = 64 << 10
-MAX_WHOLE_BYTES = 1 << 20
-"""Of an answer in one piece that is read before the client gets any: it can be repeated."""
 
 
 @dataclass

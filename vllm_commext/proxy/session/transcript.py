@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.http.body import decode, dumps
+from vllm_commext.proxy.http.json_members import decode, dumps
 from vllm_commext.proxy.outcome import Resume
 from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
 from vllm_commext.proxy.session.resume_memory import Room

@@ -17,12 +17,12 @@ from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.choice import Chooser, Plan, least_work, orders_prompts, reads_load
 from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http.body import encode
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
-from vllm_commext.proxy.outcome import Cached, Mark, ProxyError, Route
+from vllm_commext.proxy.http.json_members import encode
+from vllm_commext.proxy.outcome import Mark, ProxyError, Route
 from vllm_commext.proxy.policy.load import Answer, Job
 from vllm_commext.proxy.session import failures
-from vllm_commext.proxy.session.failures import Deadline, Opened, Tries
+from vllm_commext.proxy.session.failures import Cached, Deadline, Opened, Tries
 from vllm_commext.proxy.session.metrics import ProxyMetrics
 from vllm_commext.proxy.session.releases import Key, Releases
 from vllm_commext.proxy.session.resume_memory import Room
@@ -343,8 +343,7 @@ class Upstream:
         return None
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
-        seconds = self.config.decode_timeout_seconds
-        is_stream = payload.is_stream
+        seconds, is_stream = self.config.decode_timeout_seconds, payload.is_stream
         bound = seconds if is_stream else None
         with ExitStack() as work:
             work.enter_context(engine.work.counted(payload.tokens))

@@ -30,6 +30,9 @@ COLUMNS = (
     *("rate", "refused", "failed", "first_p50", "first_p99", "each_p50", "each_p99", "in_time"),
     *COUNTED,
 )
+NUM_SHOWN, NUM_EVENTS = 50, 20
+PROMPT_TOKENS = 1024
+"""Of the prompt whose measured speed is shown."""
 _GROWTH = math.log(1.05)
 
 
@@ -133,11 +136,6 @@ class History:
         """Seconds of a bucket that have passed, at least one."""
         begin = max(bucket.number * SECONDS, self._began)
         return max(min(now, (bucket.number + 1) * SECONDS) - begin, 1.0)
-
-
-NUM_SHOWN, NUM_EVENTS = 50, 20
-PROMPT_TOKENS = 1024
-"""Of the prompt whose measured speed is shown."""
 
 
 class EngineView:
