@@ -48,7 +48,7 @@ from moving.streams import MAX_RANK, Span, figures, ranks, tokens_by_window, unt
 from tests.kit.metrics import Metrics, scrape
 from tests.kit.servers import ProxyServer, VllmServer
 from vllm_commext.bench.figures import quantile
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 DRAIN, KILL = "drain", "kill"
 LEAST_TOKEN = 3

@@ -10,10 +10,10 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE
 from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.choice import Chooser
-from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, ROLES, EnginePool
-from vllm_commext.proxy.policy.load import EngineLoad
+from vllm_commext.proxy.engines.engine import BOTH, DECODE, PREFILL, ROLES, EnginePool
+from vllm_commext.proxy.policy.engine_load import EngineLoad
 from vllm_commext.proxy.policy.placement import Planner
-from vllm_commext.proxy.policy.queue import Waiting
+from vllm_commext.proxy.policy.prompt_queue import Waiting
 
 LIMITS = Limits(0.015, 1.0)
 PROMPT_TOKENS, NUM_ANSWERS = 4000, 8

@@ -7,10 +7,10 @@ from typing import cast
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import num_compared
-from vllm_commext.proxy.engines.pool import REQUEST_TOKENS
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Job, Planned
+from vllm_commext.proxy.engines.engine import REQUEST_TOKENS
+from vllm_commext.proxy.policy.engine_load import Answer, EngineLoad, Job, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
-from vllm_commext.proxy.policy.queue import LEAD_SECONDS, Waiting
+from vllm_commext.proxy.policy.prompt_queue import LEAD_SECONDS, Waiting
 
 
 class Silent:

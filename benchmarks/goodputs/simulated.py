@@ -20,7 +20,7 @@ from goodputs.simulator import Hardware, Policy, Request, Simulation
 from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import MIXED, Arrival
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.speed import area_of
+from vllm_commext.proxy.policy.engine_speed import area_of
 
 PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from vllm_commext.bench.workload import Arrival
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.speed import area_of
+from vllm_commext.proxy.policy.engine_speed import area_of
 
 
 @dataclass(frozen=True)

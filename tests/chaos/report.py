@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.chaos.judge import LATE, WRONG, Recovery
 from tests.chaos.schedule import KINDS
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 
 @dataclass(frozen=True)

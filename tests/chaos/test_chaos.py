@@ -14,7 +14,7 @@ from tests.chaos.schedule import Scenario
 from tests.kit import CORRUPTING, LEAKING
 from tests.kit.cluster import CONNECTOR
 from tests.kit.tiny_model import FEW_LAYERS, write_tiny_model
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 KINDS = (
     "side_channel_garbage",

@@ -30,7 +30,7 @@ from tests.kit.parity import complete, post
 from tests.kit.served import ADAPTER
 from tests.kit.servers import LOOPBACK, ProxyServer, free_port
 from vllm_commext.errors import CommextError
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 COMPILED_LATE = '"ngram"'
 """vLLM compiles this search for an engine's first draft, in 1.2 s of a core, not at its start: an

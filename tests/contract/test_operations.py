@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm_commext.nixl.decode.peers import IDLE_SECONDS, PeerState
 from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.nixl.recorder import FAILURE_REASONS
-from vllm_commext.proxy.engines.health import read_capabilities
-from vllm_commext.proxy.outcome import LocalPrefill
-from vllm_commext.proxy.session.metrics import ProxyMetrics
+from vllm_commext.proxy.engines.health_and_metrics import read_capabilities
+from vllm_commext.proxy.errors_phases import LocalPrefill
+from vllm_commext.proxy.session.prometheus_metrics import ProxyMetrics
 
 yaml = pytest.importorskip("yaml")
 

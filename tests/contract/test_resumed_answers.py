@@ -45,8 +45,8 @@ from tests.kit.parser_texts import (
 )
 from vllm_commext.compat import resumed_answers
 from vllm_commext.compat.fits import NEWEST
-from vllm_commext.proxy.http.answers import Cached, with_cached_tokens
-from vllm_commext.proxy.session.transcript import Room, Transcript
+from vllm_commext.proxy.http.answer_events import Cached, with_cached_tokens
+from vllm_commext.proxy.session.resumable_stream import Room, Transcript
 
 PAGE = generate_docs.ROOT / "docs" / "proxy.md"
 ROOM_BYTES = 1 << 20

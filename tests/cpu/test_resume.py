@@ -40,7 +40,7 @@ from tests.kit.tiny_lora import write_lora
 from tests.kit.tiny_model import write_tiny_model
 from tests.kit.tiny_rotors import draw_rotors
 from vllm_commext import private_files
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 NUM_TOKENS, NUM_FIRST = 800, 5
 """The engine drains, or is killed, when each client has the first ones. It goes on meanwhile, so on

@@ -35,7 +35,7 @@ from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, complete, tls
 from tests.kit.prompts import prompt_set
 from tests.kit.servers import VllmServer
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 logger = logging.getLogger("vllm.commext.tests")
 

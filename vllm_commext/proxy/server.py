@@ -18,22 +18,22 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls, read_secret, server_tls
-from vllm_commext.proxy.engines.admin import AdminApp
+from vllm_commext.proxy.engines.admin_port import AdminApp
 from vllm_commext.proxy.engines.choice import Chooser
 from vllm_commext.proxy.engines.discovery import Registry, Sources, read_places
-from vllm_commext.proxy.engines.health import HealthMonitor
-from vllm_commext.proxy.http import access
-from vllm_commext.proxy.http.connections import Connections, serving
+from vllm_commext.proxy.engines.health_and_metrics import HealthMonitor
+from vllm_commext.proxy.errors_phases import ClientGoneError, Outcome, ProxyError, bad_request
+from vllm_commext.proxy.http import access_and_errors as access
+from vllm_commext.proxy.http.client_connections import Connections, serving
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
 from vllm_commext.proxy.http.request_body import BodyBudget, Intake
-from vllm_commext.proxy.outcome import SIDE_PROXY, ClientGoneError, Outcome, ProxyError, bad_request
-from vllm_commext.proxy.session.metrics import CONTENT_TYPE, ProxyMetrics
-from vllm_commext.proxy.session.session import MAX_MOVES, Session
-from vllm_commext.proxy.session.upstream import Service, Upstream, open_session
-from vllm_commext.proxy.window.window import Window
+from vllm_commext.proxy.session.ask_engines import Service, Upstream, open_session
+from vllm_commext.proxy.session.prometheus_metrics import CONTENT_TYPE, ProxyMetrics
+from vllm_commext.proxy.session.restart_resume_move import MAX_MOVES, Session
+from vllm_commext.proxy.window.status_page import Window
 
 if TYPE_CHECKING:
-    from vllm_commext.proxy.window.trace import Trace
+    from vllm_commext.proxy.window.opentelemetry_spans import Trace
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -218,10 +218,10 @@ class ProxyApp:
             raise
         except (ClientGoneError, asyncio.CancelledError):
             if not outcome.kind:
-                outcome.set("shutdown" if self.requests.are_refused else "client_gone", SIDE_PROXY)
+                outcome.set("shutdown" if self.requests.are_refused else "client_gone")
             raise
         except Exception:
-            outcome.set("internal", SIDE_PROXY)
+            outcome.set("internal")
             raise
         finally:
             self.requests.end()
@@ -247,7 +247,7 @@ def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
     if is_off or environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(environ.get, named)):
         return None
     try:
-        from vllm_commext.proxy.window.trace import open_trace
+        from vllm_commext.proxy.window.opentelemetry_spans import open_trace
     except ModuleNotFoundError as error:
         text = '%s is set, but no trace is sent, for want of %s: pip install "vllm_commext[otel]"'
         logger.warning(text, next(filter(environ.get, named)), error.name)

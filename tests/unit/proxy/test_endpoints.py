@@ -10,7 +10,7 @@ import pytest
 from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Memory
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, num_samples, prompt_tokens
-from vllm_commext.proxy.session.two_step import prefix_of
+from vllm_commext.proxy.session.two_step_bodies import prefix_of
 
 LONG = "w" * 200_000
 IDS = list(range(100_000, 150_000))

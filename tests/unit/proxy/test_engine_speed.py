@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.policy.lengths import MOST_BINNED, Lengths
-from vllm_commext.proxy.policy.speed import LeastSquares
+from vllm_commext.proxy.policy.answer_lengths import MOST_BINNED, Lengths
+from vllm_commext.proxy.policy.engine_speed import LeastSquares
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.unit.proxy import test_resume
 from tests.unit.proxy.test_resume import CHAT, COMPLETIONS, DONE
-from vllm_commext.proxy.engines.health import read_capabilities
-from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session import session
+from vllm_commext.proxy.engines.health_and_metrics import read_capabilities
+from vllm_commext.proxy.errors_phases import Resume
+from vllm_commext.proxy.session import restart_resume_move as session
 from vllm_commext.proxy.session.failures import end_tasks
-from vllm_commext.proxy.session.transcript import ANSWER
+from vllm_commext.proxy.session.resumable_stream import ANSWER
 
 ANSWERED = [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
 OTHER = [(1, "a"), (9, "x"), (3, "c"), (4, "d")]

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.request_bodies import run
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines import health
+from vllm_commext.proxy.engines import health_and_metrics as health
 from vllm_commext.proxy.engines.discovery import (
     MAX_CHANGED,
     MAX_ENGINES,
@@ -19,13 +19,13 @@ from vllm_commext.proxy.engines.discovery import (
     Registry,
     Sources,
 )
-from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.http import answers
+from vllm_commext.proxy.engines.engine import ROLES, EnginePool
+from vllm_commext.proxy.errors_phases import Resume
+from vllm_commext.proxy.http import answer_events as answers
 from vllm_commext.proxy.http import json_members as body
 from vllm_commext.proxy.http.json_members import decode, members_of
-from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session import transcript
-from vllm_commext.proxy.session.transcript import MAX_EVENT_BYTES, Room, Transcript
+from vllm_commext.proxy.session import resumable_stream as transcript
+from vllm_commext.proxy.session.resumable_stream import MAX_EVENT_BYTES, Room, Transcript
 
 LARGE = 1 << 20
 HARD: dict[str, bytes] = {

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.load import Answer, EngineLoad, Speeds
+from vllm_commext.proxy.policy.engine_load import Answer, EngineLoad, Speeds
+from vllm_commext.proxy.policy.engine_speed import EngineSpeed
 from vllm_commext.proxy.policy.placement import (
     BY_ANSWER,
     BY_BOTH,
@@ -19,8 +20,7 @@ from vllm_commext.proxy.policy.placement import (
     Way,
     _Costs,
 )
-from vllm_commext.proxy.policy.queue import Waiting
-from vllm_commext.proxy.policy.speed import EngineSpeed
+from vllm_commext.proxy.policy.prompt_queue import Waiting
 
 NOW = 100.0
 STEP = 0.007

@@ -47,7 +47,7 @@ async def test_a_client_needs_a_key_that_engines_never_get(
 
 @pytest.mark.parametrize("content", [None, "", "# only this\n"])
 def test_a_file_without_keys_is_refused(kit: Any, tmp_path: Path, content: str | None) -> None:
-    from vllm_commext.proxy.http.access import ApiKeys
+    from vllm_commext.proxy.http.access_and_errors import ApiKeys
 
     if content is not None:
         (tmp_path / "keys").write_text(content)
@@ -137,7 +137,7 @@ async def test_handshakes_that_stall_count_as_connections(
 ) -> None:
     """They go when others come, and take nothing from those who get on. One is in progress."""
     from vllm_commext.proxy.config import server_tls
-    from vllm_commext.proxy.http import connections
+    from vllm_commext.proxy.http import client_connections as connections
     from vllm_commext.proxy.server import open_port
 
     cert, key = certificate(tmp_path)
@@ -170,7 +170,7 @@ async def test_handshakes_that_stall_count_as_connections(
 
 
 def test_a_handshake_that_comes_before_uvloop_pauses_is_not_lost(tmp_path: Path) -> None:
-    from vllm_commext.proxy.http.connections import Connections
+    from vllm_commext.proxy.http.client_connections import Connections
 
     cert, key = certificate(tmp_path)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()

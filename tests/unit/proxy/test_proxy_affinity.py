@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, MIN_WEIGHT, Memory, Prefix
 from vllm_commext.proxy.engines.choice import least_work
-from vllm_commext.proxy.engines.health import failed_check
-from vllm_commext.proxy.engines.pool import EnginePool
+from vllm_commext.proxy.engines.engine import EnginePool
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
 from vllm_commext.proxy.http.json_members import num_tokens
-from vllm_commext.proxy.session.two_step import prefix_of
+from vllm_commext.proxy.session.two_step_bodies import prefix_of
 
 quick = settings(max_examples=50, deadline=None)
 ANSWER = {"role": "assistant", "content": "a" * 900}
@@ -135,7 +134,7 @@ def test_an_engine_that_went_away_holds_nothing_when_it_is_back(how: str) -> Non
     if how == "refuses":
         engine.refuse("refused")
     else:
-        failed_check(engine, fall=1, detail="gone")
+        engine.fall("gone")
     engine.state.pass_check()
     assert engine.memory.held_tokens(prefix(body)) == 0
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.request_bodies import arrived, awkward, json_values, run
+from vllm_commext.proxy.errors_phases import LocalPrefill
 from vllm_commext.proxy.http import json_members as body_module
 from vllm_commext.proxy.http.endpoints import COMPLETIONS
 from vllm_commext.proxy.http.json_members import (
@@ -19,8 +20,7 @@ from vllm_commext.proxy.http.json_members import (
     members_of,
     num_tokens,
 )
-from vllm_commext.proxy.outcome import LocalPrefill
-from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session import two_step_bodies as two_step
 
 objects = st.dictionaries(awkward, json_values, max_size=5)
 

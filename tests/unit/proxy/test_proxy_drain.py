@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.http.answers import is_aborted, opens_aborted
+from vllm_commext.proxy.http.answer_events import is_aborted, opens_aborted
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 NEVER = {"health_interval_seconds": 600.0}

@@ -148,7 +148,7 @@ async def test_a_fault_of_the_proxy_itself_is_answered_and_logged(
         raise ArithmeticError("a bug")
 
     async with kit.cluster() as cluster:
-        monkeypatch.setattr("vllm_commext.proxy.session.two_step.prefill_body", broken)
+        monkeypatch.setattr("vllm_commext.proxy.session.two_step_bodies.prefill_body", broken)
         await kit.expect_error(cluster, 500, "internal", "proxy")
     assert "ArithmeticError: a bug" in caplog.text
 

@@ -11,7 +11,7 @@ import pytest
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.discovery import EngineEndpoint, Registry, Sources, read_places
-from vllm_commext.proxy.engines.pool import EnginePool
+from vllm_commext.proxy.engines.engine import EnginePool
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 QUICK = {"health_interval_seconds": 0.05}
@@ -204,7 +204,7 @@ async def test_a_watch_of_names_ends_though_it_is_told_so_as_a_name_is_resolved(
 async def test_checks_end_though_they_are_told_so_as_an_engine_is_suspected(kit: Any) -> None:
     import aiohttp
 
-    from vllm_commext.proxy.engines.health import HealthMonitor
+    from vllm_commext.proxy.engines.health_and_metrics import HealthMonitor
 
     async with kit.engine(kit.decode_ok).running() as server, aiohttp.ClientSession() as session:
         pool = EnginePool("decode")

@@ -13,13 +13,13 @@ from vllm_commext.cli import proxy as proxy_cli
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import ProxyConfig
 from vllm_commext.proxy.engines.choice import least_work
-from vllm_commext.proxy.engines.health import failed_check
-from vllm_commext.proxy.engines.pool import Engine, EnginePool
-from vllm_commext.proxy.http.answers import EventCutter
+from vllm_commext.proxy.engines.engine import Engine, EnginePool
+from vllm_commext.proxy.engines.health_and_metrics import failed_check
+from vllm_commext.proxy.errors_phases import LocalPrefill
+from vllm_commext.proxy.http.answer_events import EventCutter
 from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
 from vllm_commext.proxy.http.json_members import encode, members_of
-from vllm_commext.proxy.outcome import LocalPrefill
-from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy.session import two_step_bodies as two_step
 
 quick = settings(max_examples=50)
 FIELDS = (

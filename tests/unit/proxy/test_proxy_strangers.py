@@ -16,7 +16,7 @@ import pytest
 from tests.kit.crossed import crossed
 from tests.kit.request_bodies import run
 from vllm_commext.limited_log import RateLimitedLog
-from vllm_commext.proxy.http import connections
+from vllm_commext.proxy.http import client_connections as connections
 from vllm_commext.proxy.http import json_members as body_module
 from vllm_commext.proxy.http.json_members import members_of
 
@@ -333,7 +333,7 @@ async def test_what_is_no_http_gets_json_and_few_lines(
     kit: Any, data: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
-    monkeypatch.setattr("vllm_commext.proxy.http.connections.complaints", complaints)
+    monkeypatch.setattr("vllm_commext.proxy.http.client_connections.complaints", complaints)
     async with kit.cluster() as cluster:
         with caplog.at_level(logging.INFO):
             for _ in range(20):
@@ -360,7 +360,7 @@ async def test_a_head_without_end_is_cut_off(kit: Any) -> None:
 async def test_an_unexpected_error_ends_the_stream_and_does_not_begin_another_answer(
     kit: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    from vllm_commext.proxy.http.answers import EventCutter
+    from vllm_commext.proxy.http.answer_events import EventCutter
 
     released = asyncio.Event()
 

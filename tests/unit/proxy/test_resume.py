@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_commext.proxy.errors_phases import Resume
 from vllm_commext.proxy.http.endpoints import ENDPOINTS
-from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.policy.queue import REPEATED_TOKENS, Repeats
+from vllm_commext.proxy.policy.prompt_queue import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.session.failures import MAX_RESUMES, MIN_APART
-from vllm_commext.proxy.session.transcript import Room, Transcript
-from vllm_commext.proxy.session.two_step import local_prefill_reason, refusal
+from vllm_commext.proxy.session.resumable_stream import Room, Transcript
+from vllm_commext.proxy.session.two_step_bodies import local_prefill_reason, refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.engines.health import (
+from vllm_commext.proxy.engines.engine import UNKNOWN, Engine
+from vllm_commext.proxy.engines.health_and_metrics import (
     INFO_METRIC,
     STREAMS_METRIC,
     HealthMonitor,
     read_cache,
     read_capabilities,
 )
-from vllm_commext.proxy.engines.pool import UNKNOWN, Engine
 
 BODY = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 3}
 FLAGS = 'streams="0",reuse="1",releases="1"'

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.unit.proxy.test_resume import CHAT, ROOM_BYTES
+from vllm_commext.proxy import errors_phases as outcome
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines.pool import Engine
-from vllm_commext.proxy.outcome import MOVES, ClientGoneError, Life, Outcome, Phase, ProxyError
-from vllm_commext.proxy.session import session
+from vllm_commext.proxy.engines.engine import Engine
+from vllm_commext.proxy.errors_phases import ClientGoneError, Life, Outcome, Phase, ProxyError
+from vllm_commext.proxy.session import restart_resume_move as session
 from vllm_commext.proxy.session.relay import Ended, Left, Lost
-from vllm_commext.proxy.session.session import Session
-from vllm_commext.proxy.session.transcript import Room
+from vllm_commext.proxy.session.restart_resume_move import Session
+from vllm_commext.proxy.session.resumable_stream import Room
 
 DOCS = Path(__file__).parents[3] / "docs" / "design" / "requests.md"
 SECTION = DOCS.read_text().split("## In the proxy")[1]
@@ -29,7 +30,7 @@ WAYS = {(old, new) for several, new, _ in DRAWN for old in several.split(", ")}
 
 
 def test_the_page_draws_each_move() -> None:
-    assert {(old.value, new.value) for old in Phase for new in MOVES[old]} == WAYS
+    assert {(old.value, new.value) for old in Phase for new in outcome.MOVES[old]} == WAYS
 
 
 def error(kind: str) -> ProxyError:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.unit.proxy.test_resume import COMPLETIONS, stream
-from vllm_commext.proxy.engines.health import read_capabilities
-from vllm_commext.proxy.engines.pool import UNKNOWN, Capabilities, Engine, Rank, SideChannel, Work
-from vllm_commext.proxy.session.attempt import Stream
+from vllm_commext.proxy.engines.engine import UNKNOWN, Capabilities, Engine, Rank, SideChannel, Work
+from vllm_commext.proxy.engines.health_and_metrics import read_capabilities
+from vllm_commext.proxy.session.prefill_and_decode import Stream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
 ANSWER = stream(0, COMPLETIONS, [[(7, "one")], [(8, " two")], [(9, " three")]])

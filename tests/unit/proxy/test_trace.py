@@ -8,7 +8,7 @@ import pytest
 from tests.unit.proxy.test_moving import ANSWERED, OTHER, Engines, drained
 from tests.unit.proxy.test_resume import COMPLETIONS
 from tests.unit.proxy.test_window import stream_both
-from vllm_commext.proxy.outcome import Resume
+from vllm_commext.proxy.errors_phases import Resume
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra [otel] is not installed")
 CLIENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
@@ -23,7 +23,7 @@ class Traced:
         from opentelemetry.sdk.trace.export import SimpleSpanProcessor
         from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-        from vllm_commext.proxy.window.trace import Trace
+        from vllm_commext.proxy.window.opentelemetry_spans import Trace
 
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
@@ -125,7 +125,7 @@ def test_without_an_endpoint_nothing_is_imported_and_a_lack_is_one_sentence(
     from vllm_commext.proxy.server import _trace_of
 
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
-    monkeypatch.setitem(sys.modules, "vllm_commext.proxy.window.trace", None)
+    monkeypatch.setitem(sys.modules, "vllm_commext.proxy.window.opentelemetry_spans", None)
     assert _trace_of({}) is None
     assert _trace_of({**endpoint, "OTEL_SDK_DISABLED": "true"}) is None
     assert not caplog.records

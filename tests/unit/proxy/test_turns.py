@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.engines.choice import orders_prompts
-from vllm_commext.proxy.engines.pool import Engine
-from vllm_commext.proxy.policy.load import EngineLoad, Speeds
-from vllm_commext.proxy.policy.queue import IN_TIME, PATIENCE, SPARED, Queue, Waiting
+from vllm_commext.proxy.engines.engine import Engine
+from vllm_commext.proxy.policy.engine_load import EngineLoad, Speeds
+from vllm_commext.proxy.policy.prompt_queue import IN_TIME, PATIENCE, SPARED, Queue, Waiting
 
 TOKEN = 25e-6
 BOUND_SECONDS = 20.0

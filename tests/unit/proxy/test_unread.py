@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.engines.pool import Capabilities
+from vllm_commext.proxy.engines.engine import Capabilities
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.outcome import Outcome, parts_of
+from vllm_commext.proxy.errors_phases import Outcome, parts_of
 
 TOKEN = "a-token-of-a-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -51,7 +51,7 @@ def test_the_parts_of_a_request_follow_from_its_marks() -> None:
 
 
 def test_the_history_has_rates_quantiles_and_the_share_in_time() -> None:
-    from vllm_commext.proxy.window.window import COLUMNS, NUM_BUCKETS, History
+    from vllm_commext.proxy.window.status_page import COLUMNS, NUM_BUCKETS, History
 
     history = History(Limits(0.02, 1.0), 1000.0)
     assert all(history.note(outcome(0.5, 0.01)) for _ in range(98))

@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE, AUTO, SHORTEST, ProxyConfig
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
-from vllm_commext.proxy.engines.pool import DECODE, PREFILL, ROLES, Engine, EnginePool
-from vllm_commext.proxy.outcome import HANDED_OVER, LEAST_WORK, LOCAL, no_answer
+from vllm_commext.proxy.engines.engine import DECODE, PREFILL, ROLES, Engine, EnginePool
+from vllm_commext.proxy.errors_phases import HANDED_OVER, LEAST_WORK, LOCAL, no_answer
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 
 MAX_LATEST = 1 << 16

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import DNS_SCHEME, ProxyConfig, engine_url, two_roles_error
-from vllm_commext.proxy.engines.pool import BOTH, ENGINE_ROLES, Engine, EnginePool
+from vllm_commext.proxy.engines.engine import BOTH, ENGINE_ROLES, Engine, EnginePool
 
 logger = logging.getLogger("vllm.commext.proxy")
 

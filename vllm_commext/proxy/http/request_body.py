@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
+from vllm_commext.proxy.errors_phases import ProxyError, bad_request
 from vllm_commext.proxy.http import json_members
 from vllm_commext.proxy.http.json_members import STEP_SECONDS, RawJson, in_steps
-from vllm_commext.proxy.outcome import ProxyError, bad_request
 
 OWN_IDS = "prompt_token_ids"
 """The member of ``kv_transfer_params`` that clients may set; vLLM checks the ids."""

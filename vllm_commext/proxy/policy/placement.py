@@ -13,8 +13,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.lengths import MOST_BINNED, Lengths, places
-from vllm_commext.proxy.policy.load import EngineLoad, Planned, Speeds
+from vllm_commext.proxy.policy.answer_lengths import MOST_BINNED, Lengths, places
+from vllm_commext.proxy.policy.engine_load import EngineLoad, Planned, Speeds
 
 MAX_SEEN = 80
 """Answers looked at for a request; they stand for the others."""

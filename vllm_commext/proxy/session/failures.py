@@ -13,12 +13,12 @@ from typing import Any, Self
 import aiohttp
 
 from vllm_commext.drain import HEADER
-from vllm_commext.proxy import outcome
-from vllm_commext.proxy.engines.pool import BOTH, DECODE, PREFILL, Engine, EnginePool
-from vllm_commext.proxy.http import answers
-from vllm_commext.proxy.http.answers import Cached
-from vllm_commext.proxy.outcome import EngineAnswer, ProxyError, complaints
-from vllm_commext.proxy.policy.load import Answer
+from vllm_commext.proxy import errors_phases
+from vllm_commext.proxy.engines.engine import BOTH, DECODE, PREFILL, Engine, EnginePool
+from vllm_commext.proxy.errors_phases import ENGINES_LOST, EngineAnswer, ProxyError, complaints
+from vllm_commext.proxy.http import answer_events
+from vllm_commext.proxy.http.answer_events import Cached
+from vllm_commext.proxy.policy.engine_load import Answer
 
 MAX_LOST = 2
 """Engines that one request may lose in one step, since it may be what ends them."""
@@ -141,7 +141,7 @@ class Losses:
             f"{names} lost with this request, {len(self.engines)} times: it may be what ends "
             f"engines, and is tried at no other one. The last time: {error}"
         )
-        return ProxyError(502, outcome.ENGINES_LOST, message, side=error.side, engine=error.engine)
+        return ProxyError(502, ENGINES_LOST, message, side=error.side, engine=error.engine)
 
 
 @dataclass(eq=False)
@@ -220,12 +220,12 @@ def meaning_of(
 ) -> ProxyError:
     """Translate *error*; suspect the engine, unless the request has lost others before."""
     name, side = engine.name, side or side_of(engine)
-    if lacked := outcome.lack(error):
+    if lacked := errors_phases.lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
         complaints.warning("descriptors", message)
         return ProxyError(503, "overloaded", message)
     if isinstance(error, _CANNOT_CONNECT):
-        message = f"could not connect to {name}: {outcome.reason_of(error)}"
+        message = f"could not connect to {name}: {errors_phases.reason_of(error)}"
         if isinstance(error, aiohttp.ClientConnectorError) and error.errno == ECONNREFUSED:
             engine.refuse(f"a request {message}")
         else:
@@ -239,7 +239,7 @@ def meaning_of(
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:
-        why = outcome.reason_of(error)
+        why = errors_phases.reason_of(error)
         message = f"{name} closed the connection before its answer was complete: {why}"
     more = {"side": side, "can_retry": side == PREFILL, "can_restart": True}
     lost = _failure(engine, 502, "lost", message, **more)
@@ -276,7 +276,7 @@ async def prefilled_params(
     if status >= 400:
         raise engine_error(engine, status, answer, can_retry=status >= 500)
     try:
-        content = await answers.decoded(answer.body)
+        content = await answer_events.decoded(answer.body)
     except (ValueError, RecursionError) as error:
         raise bad_answer(engine, f"{len(answer.body)} bytes that are no JSON ({error})") from error
     if status != 200 or not isinstance(content, dict):
@@ -333,7 +333,7 @@ def aborted(engine: Engine) -> ProxyError:
 
 def told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:
     """Error of an *event* in the midst of a stream; b"" if another engine answers otherwise."""
-    if (error := answers.opening_error(event)) is not None:
+    if (error := answer_events.opening_error(event)) is not None:
         answer = EngineAnswer(error[1])
         return _noted(engine_error(engine, error[0], answer), losses)
     if event:
@@ -360,7 +360,7 @@ class Opened:
     engine: Engine
     response: aiohttp.ClientResponse
     first: bytes
-    cutter: answers.EventCutter | None
+    cutter: answer_events.EventCutter | None
     has_end: bool
     opened_at: float
     work: ExitStack
@@ -376,7 +376,7 @@ class Opened:
 
     def note(self, piece: bytes, now: float) -> None:
         """Count the tokens of a piece of the stream."""
-        if self.answer is not None and (tokens := answers.num_tokens(piece)):
+        if self.answer is not None and (tokens := answer_events.num_tokens(piece)):
             self.answer.go_on(tokens, now)
 
     @property
@@ -396,7 +396,7 @@ async def read_opening(
     whole: tuple[str, bool],
     streams: bool | None,
     edit: Callable[[bytes], bytes | None] | None,
-) -> tuple[bytes, answers.EventCutter | None]:
+) -> tuple[bytes, answer_events.EventCutter | None]:
     """First piece of *response*, and the cutter of a stream. Raises `ProxyError`.
 
     *whole*: a member of a whole answer, and whether it need not be JSON. *streams*: a completion is
@@ -412,10 +412,10 @@ async def read_opening(
         if response.content_type != expected:
             raise bad_answer(engine, f"{response.content_type} in place of {expected}")
     if is_stream:
-        cutter = answers.EventCutter()
+        cutter = answer_events.EventCutter()
         return await _opening(engine, response, cutter, edit), cutter
     first, is_whole = await _beginning(response)
-    if answers.is_aborted(first):
+    if answer_events.is_aborted(first):
         raise aborted(engine)
     if response.status < 400:
         _check_whole(engine, response, *whole, first if is_whole else b"")
@@ -430,7 +430,7 @@ def _check_whole(
     is_json = response.content_type == "application/json"
     if not is_json and not is_free_form:
         raise bad_answer(engine, f"{response.content_type} in place of application/json")
-    if is_json and whole and (missing := answers.lack_of(member, whole)):
+    if is_json and whole and (missing := answer_events.lack_of(member, whole)):
         raise bad_answer(engine, missing)
 
 
@@ -448,11 +448,11 @@ async def _beginning(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 async def _opening(
     engine: Engine,
     response: aiohttp.ClientResponse,
-    cutter: answers.EventCutter,
+    cutter: answer_events.EventCutter,
     edit: Callable[[bytes], bytes | None] | None,
 ) -> bytes:
     events, has_ended = b"", False
-    while not has_ended and (not events or answers.says_nothing(events)):
+    while not has_ended and (not events or answer_events.says_nothing(events)):
         if len(events) > MAX_OPENING_BYTES:
             break
         if events:  # others go on in between
@@ -463,9 +463,9 @@ async def _opening(
             raise bad_answer(engine, "one of another LoRA adapter, or of other weights")
         events += edited
         has_ended = not piece
-    if answers.opens_aborted(events):
+    if answer_events.opens_aborted(events):
         raise aborted(engine)
-    if (failed := answers.opening_error(events)) is not None and failed[0] >= 500:
+    if (failed := answer_events.opening_error(events)) is not None and failed[0] >= 500:
         raise engine_error(engine, failed[0], EngineAnswer(failed[1]))
     if has_ended:
         raise bad_answer(engine, "a stream that ends before its first token; its log may say why")

@@ -11,11 +11,11 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import Histogram
 
-from vllm_commext.proxy.http.answers import DONE, error_event, num_whole, with_cached_tokens
-from vllm_commext.proxy.outcome import ClientGoneError, ProxyError, Resume
+from vllm_commext.proxy.errors_phases import ClientGoneError, ProxyError, Resume
+from vllm_commext.proxy.http.answer_events import DONE, error_event, num_whole, with_cached_tokens
 from vllm_commext.proxy.session import failures
 from vllm_commext.proxy.session.failures import Deadline, EngineLostError, Losses, Opened, Watch
-from vllm_commext.proxy.session.transcript import Transcript
+from vllm_commext.proxy.session.resumable_stream import Transcript
 
 logger = logging.getLogger("vllm.commext.proxy")
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.policy.lengths import Lengths
-from vllm_commext.proxy.policy.queue import Queue
-from vllm_commext.proxy.policy.speed import EngineSpeed, Mean, SharedSpeed, area_of
+from vllm_commext.proxy.policy.answer_lengths import Lengths
+from vllm_commext.proxy.policy.engine_speed import EngineSpeed, Mean, SharedSpeed, area_of
+from vllm_commext.proxy.policy.prompt_queue import Queue
 
 RECENT_SECONDS, RECENT_ANSWERS = 3.0, 2.0
 """Length of an engine's recent time, idle time left out, at most: in seconds and in answers."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from vllm_commext.proxy.engines.pool import ROLES, EnginePool
-from vllm_commext.proxy.outcome import KINDS, AtOnce, LocalPrefill, Resume
+from vllm_commext.proxy.engines.engine import ROLES, EnginePool
+from vllm_commext.proxy.errors_phases import KINDS, AtOnce, LocalPrefill, Resume
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from vllm_commext.proxy import outcome
+from vllm_commext.proxy import errors_phases
 from vllm_commext.proxy.config import SOCKET_BYTES, ProxyConfig, engine_tls
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.choice import Chooser, Plan, least_work, orders_prompts, reads_load
-from vllm_commext.proxy.engines.pool import PREFILL, Engine, EnginePool
+from vllm_commext.proxy.engines.engine import PREFILL, Engine, EnginePool
+from vllm_commext.proxy.errors_phases import Mark, ProxyError, Route
 from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
 from vllm_commext.proxy.http.json_members import encode
-from vllm_commext.proxy.outcome import Mark, ProxyError, Route
-from vllm_commext.proxy.policy.load import Answer, Job
+from vllm_commext.proxy.policy.engine_load import Answer, Job
 from vllm_commext.proxy.session import failures
 from vllm_commext.proxy.session.failures import Cached, Deadline, Opened, Tries
-from vllm_commext.proxy.session.metrics import ProxyMetrics
-from vllm_commext.proxy.session.releases import Key, Releases
+from vllm_commext.proxy.session.prometheus_metrics import ProxyMetrics
+from vllm_commext.proxy.session.release_unread_prefills import Key, Releases
 from vllm_commext.proxy.session.resume_memory import Room
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -322,13 +322,13 @@ class Upstream:
             failures.of(engine, seconds, payload.tries.losses, PREFILL),
             Deadline(seconds, engine.work.on_lost),
         ):
-            payload.mark(outcome.PREFILL_ASKED, engine)
+            payload.mark(errors_phases.PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
             try:
                 answer = await failures.read_answer(engine, response)
             finally:
                 failures.close(response)
-                payload.mark(outcome.PREFILLED, engine)
+                payload.mark(errors_phases.PREFILLED, engine)
             params, cached = await failures.prefilled_params(engine, response.status, answer)
             engine.memory.note(payload.prefix)
             return params, cached, job
@@ -360,9 +360,9 @@ class Upstream:
                 failures.of(engine, seconds, payload.tries.losses),
                 Deadline(bound, engine.work.on_lost),
             ):
-                payload.mark(outcome.DECODE_ASKED, engine)
+                payload.mark(errors_phases.DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
-                payload.mark(outcome.DECODE_ANSWERS, engine)
+                payload.mark(errors_phases.DECODE_ANSWERS, engine)
                 work.callback(failures.close, response)
                 if is_stream:
                     _bound_socket(response)

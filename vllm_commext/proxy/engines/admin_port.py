@@ -11,7 +11,7 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.engines.discovery import ADMIN, EngineEndpoint, Registry
-from vllm_commext.proxy.http.access import Keys, answer_errors, hide_software
+from vllm_commext.proxy.http.access_and_errors import Keys, answer_errors, hide_software
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600

@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.pool import Engine
-from vllm_commext.proxy.outcome import Outcome, parts_of
+from vllm_commext.proxy.engines.engine import Engine
+from vllm_commext.proxy.errors_phases import Outcome, parts_of
 
 LOOK_SECONDS = 1.0
 SECONDS, NUM_BUCKETS = 5, 120

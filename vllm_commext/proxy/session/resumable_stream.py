@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from vllm_commext.proxy.errors_phases import Resume
 from vllm_commext.proxy.http.json_members import decode, dumps
-from vllm_commext.proxy.outcome import Resume
-from vllm_commext.proxy.session.replay import UNKNOWN, DiffersError, Replay, edited
+from vllm_commext.proxy.session.resume_comparison import UNKNOWN, DiffersError, Replay, edited
 from vllm_commext.proxy.session.resume_memory import Room
 
 ANSWER, PIECES, TELLS = "answer_token_ids", "answer_pieces", "tells_computed_by"

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from vllm_commext.proxy.outcome import Outcome, parts_of
+from vllm_commext.proxy.errors_phases import Outcome, parts_of
 
 LOOK_SECONDS, CLOSE_SECONDS = 0.25, 3.0
 MOST_KEPT = 4096

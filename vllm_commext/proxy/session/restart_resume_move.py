@@ -16,11 +16,11 @@ from typing import Any
 
 from aiohttp import web
 
-from vllm_commext.proxy.outcome import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
-from vllm_commext.proxy.session.attempt import Attempt, Service, read_from
+from vllm_commext.proxy.errors_phases import ENGINES_LOST, Life, Outcome, Phase, ProxyError, Resume
 from vllm_commext.proxy.session.failures import Opened, Tries, end_tasks, side_of
+from vllm_commext.proxy.session.prefill_and_decode import Attempt, Service, read_from
 from vllm_commext.proxy.session.relay import Ended, Left, Relay, Waits, response_to
-from vllm_commext.proxy.session.two_step import Asked
+from vllm_commext.proxy.session.two_step_bodies import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
 

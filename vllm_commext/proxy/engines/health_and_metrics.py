@@ -11,8 +11,8 @@ import aiohttp
 
 from vllm_commext.drain import HEADER
 from vllm_commext.proxy.config import ProxyConfig
-from vllm_commext.proxy.engines.pool import Capabilities, Engine, Rank, SideChannel
-from vllm_commext.proxy.outcome import complaints, lack, reason_of
+from vllm_commext.proxy.engines.engine import Capabilities, Engine, Rank, SideChannel
+from vllm_commext.proxy.errors_phases import complaints, lack, reason_of
 
 logger = logging.getLogger("vllm.commext.proxy")
 

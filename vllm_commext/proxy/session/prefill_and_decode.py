@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_commext.proxy import outcome
-from vllm_commext.proxy.engines.pool import DECODE, UNKNOWN, Engine, SideChannel
-from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, ProxyError, Route
-from vllm_commext.proxy.session import two_step
+from vllm_commext.proxy import errors_phases
+from vllm_commext.proxy.engines.engine import DECODE, UNKNOWN, Engine, SideChannel
+from vllm_commext.proxy.errors_phases import AtOnce, LocalPrefill, ProxyError, Route
+from vllm_commext.proxy.session import two_step_bodies
+from vllm_commext.proxy.session.ask_engines import KEY_BYTES, Payload, Prefilled, Service
 from vllm_commext.proxy.session.failures import Opened, Tries, is_dead
-from vllm_commext.proxy.session.two_step import Asked, decode_body
-from vllm_commext.proxy.session.upstream import KEY_BYTES, Payload, Prefilled, Service
+from vllm_commext.proxy.session.two_step_bodies import Asked, decode_body, own_params
 
 logger = logging.getLogger("vllm.commext.proxy")
 
@@ -31,7 +31,7 @@ def read_from(engine: Engine, engines: Iterable[Engine], body: Mapping[str, Any]
     known, others = engine.capabilities, [one.capabilities for one in engines if one.usable]
     if not (known.caches and known.offers and all(one.caches and one.offers for one in others)):
         return {}
-    return {"kv_transfer_params": {**two_step.own_params(body), "reuse_from": list(known.offers)}}
+    return {"kv_transfer_params": {**own_params(body), "reuse_from": list(known.offers)}}
 
 
 def place_or_reason(engine: Engine) -> SideChannel | AtOnce:
@@ -68,7 +68,7 @@ class Stream:
         place = self.way or place_or_reason(engine)
         if isinstance(place, AtOnce):
             self.way = place
-            return self._payload(two_step.prefill_body(self._body, key))
+            return self._payload(two_step_bodies.prefill_body(self._body, key))
         self._place, self._asked = place, engine
         engine.work.waiting.add(self)
         stream_key = secrets.token_hex(KEY_BYTES)
@@ -76,7 +76,7 @@ class Stream:
         params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
         body = decode_body(self._body, {**params, **dict(where)})
         self._decode = asyncio.create_task(self._ask(body, engine))
-        return self._payload(two_step.prefill_body(self._body, key, stream_key))
+        return self._payload(two_step_bodies.prefill_body(self._body, key, stream_key))
 
     @property
     def source(self) -> str:
@@ -166,7 +166,7 @@ class Attempt:
     def choose(self) -> None:
         asked, tries = self._asked, self._tries
         is_split = asked.endpoint.is_split
-        self.route.path = self.route.path if is_split else outcome.DIRECT
+        self.route.path = self.route.path if is_split else errors_phases.DIRECT
         if not asked.endpoint.computes or tries.only is not None:
             return
         self.plan = self._service.chooser.plan(
@@ -202,15 +202,15 @@ class Attempt:
         if prefilled is not None and not self._has_reader(prefilled.engine):
             self.release()
             metrics.local_prefills.labels(LocalPrefill.NO_READER).inc()
-        self.route.path = outcome.LOCAL_PREFILL
+        self.route.path = errors_phases.LOCAL_PREFILL
         return None
 
     async def decode(self, changes: Mapping[str, Any]) -> Opened:
         """A decode engine's answer. *changes*: of the body."""
         prefilled, body, tries = self._prefilled, {**self._asked.body, **changes}, self._tries
         if prefilled is not None and prefilled.kv_transfer_params is not None:
-            self.route.path, self.route.prefill = outcome.TWO_STEP, prefilled.engine.name
-            body = two_step.decode_body(body, prefilled.kv_transfer_params)
+            self.route.path, self.route.prefill = errors_phases.TWO_STEP, prefilled.engine.name
+            body = two_step_bodies.decode_body(body, prefilled.kv_transfer_params)
             self._source = prefilled.engine
         opened = await self._decode(body, self._avoided())
         if tries.num_resumed:
@@ -304,12 +304,12 @@ class Attempt:
             way = AtOnce.OFF
         elif not self._tries.is_again:
             reads = all(one.capabilities.streams for one in usable)
-            way = two_step.reason_against_both(body) or (None if reads else AtOnce.DECODE)
+            way = two_step_bodies.reason_against_both(body) or (None if reads else AtOnce.DECODE)
         return Stream(body, self._payload, ask, way)
 
     async def _take_stream(self, stream: Stream, prefilled: Prefilled | None) -> Opened | None:
         """Answer of a decode engine asked at once; None: ask it again with the prefill's answer."""
-        self.route.path, self.route.prefill = outcome.STREAMED, stream.source
+        self.route.path, self.route.prefill = errors_phases.STREAMED, stream.source
         opened = await stream.opened()
         if isinstance(opened, ProxyError):
             if prefilled is None or not opened.can_restart:
@@ -331,7 +331,7 @@ class Attempt:
                     *(payload, failed, stream.prefill_payload, stream.outlives)
                 )
             except ProxyError as error:
-                is_final = error.kind in (outcome.ENGINES_LOST, "overloaded")
+                is_final = error.kind in (errors_phases.ENGINES_LOST, "overloaded")
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining")

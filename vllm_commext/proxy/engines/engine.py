@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from vllm_commext.proxy.engines.affinity import Memory
-from vllm_commext.proxy.policy.load import EngineLoad
-from vllm_commext.proxy.policy.queue import Repeats, Turns
+from vllm_commext.proxy.policy.engine_load import EngineLoad
+from vllm_commext.proxy.policy.prompt_queue import Repeats, Turns
 
 logger = logging.getLogger("vllm.commext.proxy")
 

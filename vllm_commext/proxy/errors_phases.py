@@ -201,7 +201,7 @@ class Outcome:
     def end_well(self) -> None:
         self.kind = self.kind or "ok"
 
-    def set(self, kind: str, side: str, status: int = 0) -> None:
+    def set(self, kind: str, side: str = SIDE_PROXY, status: int = 0) -> None:
         self.kind, self.side, self.status = kind, side, status
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
-from vllm_commext.proxy.engines.pool import Engine
+from vllm_commext.proxy.engines.engine import Engine
 
 logger = logging.getLogger("vllm.commext.proxy")
 

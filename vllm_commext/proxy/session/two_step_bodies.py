@@ -13,12 +13,12 @@ from aiohttp import web
 
 from vllm_commext.proxy.engines import affinity
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
+from vllm_commext.proxy.errors_phases import AtOnce, LocalPrefill, Resume
 from vllm_commext.proxy.http import endpoints
 from vllm_commext.proxy.http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint
 from vllm_commext.proxy.http.json_members import LENGTHS, RawJson, compacted, encode, in_steps
 from vllm_commext.proxy.http.request_body import checked_body
-from vllm_commext.proxy.outcome import AtOnce, LocalPrefill, Resume
-from vllm_commext.proxy.session.transcript import Room, Transcript
+from vllm_commext.proxy.session.resumable_stream import Room, Transcript
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     **{"do_remote_decode": True, "do_remote_prefill": False},

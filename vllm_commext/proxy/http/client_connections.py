@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from vllm_commext.networks import network_of
-from vllm_commext.proxy.outcome import ProxyError, complaints
+from vllm_commext.proxy.errors_phases import ProxyError, complaints
 
 # Bodies stay as they come, and a head may be as large as a vLLM server takes it.
 _HTTP: dict[str, Any] = {

@@ -9,8 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
-from vllm_commext.proxy.http.connections import begin, cut
-from vllm_commext.proxy.outcome import (
+from vllm_commext.proxy.errors_phases import (
     SIDE,
     ClientGoneError,
     Outcome,
@@ -18,6 +17,7 @@ from vllm_commext.proxy.outcome import (
     bad_request,
     complaints,
 )
+from vllm_commext.proxy.http.client_connections import begin, cut
 
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
