@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from typing import Any, Self, TypeVar
 
@@ -129,26 +130,16 @@ class Chooser:
             return None
         decode, prefill = self.pools[DECODE], self.pools[PREFILL]
         now, name = time.monotonic(), prefix.session or next(iter(prefix.blocks), b"")
-        num = num_compared(len(decode.engines))
+        num, tokens = num_compared(len(decode.engines)), max(tokens, 1)
         self._turn += num if len(decode.engines) > num else 1
-
-        def candidates(engines: Sequence[Engine]) -> list[Candidate]:
-            return [
-                Candidate(one.load, one.memory.held_tokens(prefix), one)
-                for one in engines
-                if one.usable and not one.state.suspected and one not in failed
-            ]
-
-        def best(among: Callable[[EnginePool], Sequence[Engine]]) -> Way | None:
-            targets, sources = candidates(among(decode)), ()
-            if may_hand_over:
-                is_same = decode.are_both and prefill.are_both
-                sources = targets if is_same else candidates(among(prefill))
-            return self._planner.place(now, max(tokens, 1), sources, targets)
-
-        placement = best(lambda pool: self._window(pool, name))
-        if placement is not None and placement.is_late and len(decode.engines) > num:
-            placement = best(_idlest)
+        is_same, placement = decode.are_both and prefill.are_both, None
+        for among in (partial(self._window, name), _idlest):
+            targets = sources = _candidates(among(decode), prefix, failed)
+            if not (is_same and may_hand_over):
+                sources = _candidates(among(prefill), prefix, failed) if may_hand_over else ()
+            placement = self._planner.place(now, tokens, sources, targets)
+            if placement is None or not placement.is_late or len(decode.engines) <= num:
+                break
         if placement is None:
             return Plan()
         source, engine = placement.prefill.key, placement.decode.key
@@ -157,7 +148,7 @@ class Chooser:
         if name:
             self._last.note(name, engine)
         source = None if placement.is_local else source
-        answer = self._planner.note(placement, max(tokens, 1), now)
+        answer = self._planner.note(placement, tokens, now)
         return Plan(source, engine, placement, now + placement.first_token, answer.end)
 
     def keeper(self, name: Any) -> Engine | None:
@@ -172,7 +163,7 @@ class Chooser:
             raise no_answer(name, f"{engine.name}, which has given it, is gone or drains")
         return engine
 
-    def _window(self, pool: EnginePool, name: bytes) -> Sequence[Engine]:
+    def _window(self, name: bytes, pool: EnginePool) -> Sequence[Engine]:
         """The next engines in turn, and the one that had the prompt's beginning last."""
         engines = pool.engines
         start = self._turn % max(len(engines), 1)
@@ -183,6 +174,16 @@ class Chooser:
         if last in pool.members and last not in window:
             window.append(last)
         return window
+
+
+def _candidates(
+    engines: Sequence[Engine], prefix: Prefix, failed: Collection[Engine]
+) -> list[Candidate]:
+    return [
+        Candidate(one.load, one.memory.held_tokens(prefix), one)
+        for one in engines
+        if one.usable and not one.state.suspected and one not in failed
+    ]
 
 
 def _idlest(pool: EnginePool) -> Sequence[Engine]:

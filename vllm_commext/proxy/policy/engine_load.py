@@ -223,15 +223,15 @@ class Recent:
     def __init__(self) -> None:
         self.share = self.seconds = self._until = self._known = 0.0
 
-    def look(self, now: float, has_work: bool, has_prompts: bool, length: float) -> None:
-        """Bring the share of *length* seconds up to now, before something changes."""
+    def look(self, now: float, length: float, has_prompts: bool) -> None:
+        """Bring the share of *length* seconds up to now, before something changes; 0: no work."""
         past, self._until = now - self._until, now if now > self._until else self._until
-        if past > 0.0 and has_work:
-            new = -math.expm1(-past / length)
-            self._known += new * (1.0 - self._known)
-            self.seconds += past if has_prompts else 0.0
-            new /= self._known
+        if past > 0.0 and length:
+            new = -math.expm1(-past / (length if length < RECENT_SECONDS else RECENT_SECONDS))
+            self._known = known = self._known + new * (1.0 - self._known)
+            new /= known
             self.share = self.share * (1.0 - new) + (new if has_prompts else 0.0)
+            self.seconds += past if has_prompts else 0.0
 
     def pace(self, step: float) -> float:
         """Seconds a token with steps of *step* seconds and the recent share of prompts."""
@@ -322,9 +322,10 @@ class EngineLoad:
         self.look(now)
 
     def look(self, now: float) -> None:
-        has_prompts = len(self.prompts.jobs) > 0
-        length = min(RECENT_SECONDS, RECENT_ANSWERS * self.shared.answer_seconds or RECENT_SECONDS)
-        self.recent.look(now, has_prompts or len(self.answers) > 0, has_prompts, length)
+        has_prompts, length, shared = bool(self.prompts.jobs), 0.0, self.shared
+        if has_prompts or self.answers:
+            length = RECENT_ANSWERS * shared.lengths.mean * shared.limits.tpot or RECENT_SECONDS
+        self.recent.look(now, length, has_prompts)
 
     def learn_second_token(self, gap: float) -> None:
         """Learn from the gap between a first token of another engine's and the second."""
@@ -356,12 +357,12 @@ class EngineLoad:
         """Seconds until *tokens* more fit its KV cache: answers leave it when they end, at *pace*
         seconds a token, and prompts for other engines when they are read."""
         cache, answers, length = self.cache, self.answers, self.shared.lengths.mean
-        if not cache.size:
+        if not (size := cache.size):
             return 0.0
         used = cache.others + answers.context + answers.coming + cache.unread
-        lacking = used + tokens + len(answers) * length / 2.0 - cache.size
+        lacking = used + tokens + len(answers) * length / 2.0 - size
         if lacking <= 0.0 or used <= 0.0:
             return 0.0
         unread = min(cache.unread, used)
         stays = (used - unread) * length * pace + unread * self.shared.second_token.value
-        return lacking / min(used, cache.size) * stays / used
+        return lacking / min(used, size) * stays / used

@@ -39,16 +39,14 @@ class Candidate(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Where a request goes, with expected seconds. misses: expected additional missed limits.
-    is_late: the first token is expected after its limit; is_lost: that, or tokens too slow.
-    other: seconds to the first token and for each other by a hand-over in place of one engine, or
-    by one in place of a hand-over."""
+    """Where a request goes, with expected seconds. is_late: the first token is expected after its
+    limit; is_lost: that, or tokens too slow. other: seconds to the first token and for each other
+    by a hand-over in place of one engine, or by one in place of a hand-over."""
 
     prefill: Candidate
     decode: Candidate
     first_token: float = 0.0
     per_token: float = 0.0
-    misses: float = 0.0
     is_late: bool = False
     is_lost: bool = False
     other: tuple[float, float] | None = None
@@ -65,12 +63,11 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 
 class _Steps(NamedTuple):
     """Expected seconds of an engine's step, of one with an answer more (slower), and of that with
-    recent prompts (pace). crowd: its cost by these, in missed limits. planned: others to come."""
+    recent prompts (pace). planned: others to come."""
 
     step: float
     slower: float
     pace: float
-    crowd: float
     planned: float
 
 
@@ -80,40 +77,40 @@ class _Costs:
     costs there, in missed limits."""
 
     __slots__ = (
-        *("answer", "backlog", "busy", "candidate", "late", "num_put_off", "prefill", "prompt"),
-        *("prompt_room", "steps"),
+        *("answer", "backlog", "busy", "candidate", "late", "prefill", "prompt", "prompt_room"),
+        *("free", "steps"),
     )
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
-        load = candidate.load
-        load.look(now)
-        speed, length, held = load.speed, load.shared.lengths.mean, candidate.held_tokens
-        held = held if held < tokens else tokens - 1
         self.candidate = candidate
-        self.prefill = seconds = speed.prefill_seconds(tokens - held, held, not load.prompts.jobs)
-        answers = load.answers
+        load, held, _ = candidate
+        load.look(now)
+        shared, speed, answers = load.shared, load.speed, load.answers
+        length, tpot, crowd = shared.lengths.mean, shared.limits.tpot, 0.0
+        held = held if held < tokens else tokens - 1
+        seconds = speed.prefill_seconds(tokens - held, held, not (jobs := load.prompts.jobs))
         num_answers, context = len(answers), answers.context + answers.coming
         planned, more = load.to_come(now) if load.planned else (0.0, 0.0)
         num, context = num_answers + planned, context + more
         slower = speed.step_seconds(num + 1, context + tokens)
         pace = load.recent.pace(slower)
-        self.backlog, self.num_put_off = load.wait_seconds(seconds, now)
+        backlog, num_put_off = load.wait_seconds(seconds, now) if jobs or load.queue else (0.0, 0)
         room = load.room_seconds(tokens + length, pace)
         self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
-        self.busy = self.backlog if self.backlog > room else room
-        crowd, tpot = 0.0, load.shared.limits.tpot
+        self.prefill, self.backlog, self.free = seconds, backlog, 1.0 - load.recent.share
+        self.busy = backlog if backlog > room else room
+        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, planned)
+        self.prompt = num_put_off + 1.0 + DELAY_WEIGHT * OTHERS_DELAY * seconds * num_answers
         if slower >= tpot > 0.0:  # all are late for as long as there is one too many
             crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
-        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, crowd, planned)
-        self.prompt = self.num_put_off + 1.0 + DELAY_WEIGHT * OTHERS_DELAY * seconds * num_answers
         # A second without room counts as a missed limit.
         self.answer = crowd + room + DELAY_WEIGHT * pace * length
         self.late: dict[int, float] = {}
 
 
-_Option = tuple[float, int, _Costs, _Costs, float, float, float]
-"""Total cost, idx, engines of both steps, share in time, seconds to the first token, and the time
-that the second one takes longer."""
+_Option = tuple[float, int, _Costs, _Costs, float, float]
+"""Total cost, idx, engines of both steps, seconds to the first token, and the time that the second
+one takes longer."""
 
 
 class Planner:
@@ -137,27 +134,26 @@ class Planner:
         seen = max(2, MAX_SEEN // len({*targets, *sources}))
         options = self._options(sources if self.shared.limits.tpot else [], targets)
         options.sort()
-        best, least, misses = options[0], math.inf, 0.0
+        best, least = options[0], math.inf
         for option in options:
-            cost, idx, source, at, _, _, _ = option
+            cost, idx, source, at, _, _ = option
             if cost > least:
                 break  # even if it makes no other answer late
             most = least - cost  # less than for those before, so what stopped there is enough
             others = self._late(source, BY_BOTH if source is at else BY_PROMPT, now, seen, most)
             if source is not at and others <= most:
                 others += self._late(at, BY_ANSWER, now, seen, most)
-            cost += (others := max(others, 0.0))
+            cost += others if others > 0.0 else 0.0
             if cost < least or (cost == least and idx < best[1]):
-                best, least, misses = option, cost, others
-        _, _, source, at, in_time, first, late = best
+                best, least = option, cost
+        _, _, source, at, first, late = best
         length, limits = max(self.shared.lengths.mean, 1.0), self.shared.limits
         is_late, is_local = 0.0 < limits.first < first, source is at
-        misses += source.num_put_off + 1.0 - in_time + at.steps.crowd
         per_token, tpot = at.steps.pace + late / length, limits.tpot
         lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.steps.slower > tpot * LONG_STEP)
         turned = (one for one in options if (one[2] is one[3]) != is_local)
-        other = next(((one[5], one[3].steps.pace + one[6] / length) for one in turned), None)
-        return Way(source.candidate, at.candidate, first, per_token, misses, is_late, lost, other)
+        other = next(((one[4], one[3].steps.pace + one[5] / length) for one in turned), None)
+        return Way(source.candidate, at.candidate, first, per_token, is_late, lost, other)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
         """Note an answer where it is to be, unless it is lost: that comes when it comes."""
@@ -175,25 +171,22 @@ class Planner:
         for at in targets:
             first = at.busy + at.prefill
             in_time = self._share_in_time(at, 0.0) if first <= limit else 0.0
-            free = 1.0 - at.candidate.load.recent.share
-            cost = at.prompt + at.answer + DELAY_WEIGHT * first - (in_time or -free)
-            options.append((cost, len(options), at, at, in_time, first, 0.0))
-        handed = [(at, self._share_in_time(at, second)) for at in targets] if sources else []
+            cost = at.prompt + at.answer + DELAY_WEIGHT * first - (in_time or -at.free)
+            options.append((cost, len(options), at, at, first, 0.0))
+        handed = [(at, at.busy, self._share_in_time(at, second)) for at in targets if sources]
         for one in sources:
-            backlog, room = one.backlog, one.prompt_room
+            backlog, room, free = one.backlog, one.prompt_room, -one.free
             first = (backlog if backlog > room else room) + one.prefill + handover
-            free = 1.0 - one.candidate.load.recent.share
-            base, is_late = one.prompt + room + DELAY_WEIGHT * first, first > limit
-            for at, in_time in handed:
+            base = one.prompt + room + DELAY_WEIGHT * first
+            for at, busy, in_time in handed:
+                late = second
+                if busy > first:
+                    late += busy - first
+                    in_time = self._share_in_time(at, late)
+                cost = base + at.answer + DELAY_WEIGHT * late
+                cost -= free if first > limit else in_time or free
                 if at is not one:
-                    late = second
-                    if at.busy > first:
-                        late += at.busy - first
-                        in_time = self._share_in_time(at, late)
-                    if is_late:
-                        in_time = 0.0
-                    cost = base + at.answer + DELAY_WEIGHT * late - (in_time or -free)
-                    options.append((cost, len(options), one, at, in_time, first, late))
+                    options.append((cost, len(options), one, at, first, late))
         return options
 
     def _share_in_time(self, at: _Costs, late: float) -> float:
@@ -209,15 +202,18 @@ class Planner:
     ) -> float:
         """Answers *at* an engine that are late because of *by*, from *max_seen* of them; stops
         above *most*."""
-        if by in at.late:
-            return at.late[by]
+        if (found := at.late.get(by)) is not None:
+            return found
         lengths, limit, backlog = self.shared.lengths, self.shared.limits.tpot, at.backlog
         answers, longer, place_of = at.candidate.load.answers, lengths.longer, places
+        step, slower, _, planned = at.steps
         more = at.prefill if by & BY_PROMPT else 0.0
-        left = limit - at.steps.step or 1e-12
-        new_left = limit - at.steps.slower or 1e-12 if by & BY_ANSWER else left
+        left = limit - step or 1e-12
+        new_left = limit - slower or 1e-12 if by & BY_ANSWER else left
         stride = -(-len(answers) // max_seen) or 1
         found, most, base = 0.0, most / stride, now + backlog + limit
+        in_time = -more if new_left >= 0.0 else -math.inf  # even so
+        hopeless = 0.0 if left < 0.0 else math.inf  # late in any case
         for answer in islice(answers, 0, None, stride) if stride > 1 else answers:
             if had := answer.tokens:
                 behind = base - answer.first_at - limit * had
@@ -226,11 +222,13 @@ class Planner:
                 had, until = 1, max(0.0, answer.first_at - now)
                 behind = max(0.0, backlog - until)
                 new_behind = max(0.0, backlog + more - until)
-            if left < 0.0 < behind or new_behind <= 0.0 <= new_left:
-                continue  # late in any case, or in time even so
+            if behind <= in_time or behind > hopeless:
+                continue
             if new_left < 0.0:
-                found += _share_late(lengths, new_behind, new_left, had)
-                found -= _share_late(lengths, behind, left, had)
+                needed = had + new_behind / new_left
+                found += 1.0 if needed <= had else 1.0 - lengths.ended(needed, had)
+                if left < 0.0 or behind > 0.0:
+                    found -= _share_late(lengths, behind, left, had)
             elif (needed := had + behind / left if behind > 0.0 else had) < MOST_BINNED:
                 new = had + new_behind / new_left
                 late = longer[place_of[int(new)]] if new < MOST_BINNED else 0.0
@@ -239,9 +237,9 @@ class Planner:
             if found > most:
                 break
         found *= stride
-        if at.steps.planned and by & BY_PROMPT:
+        if planned and by & BY_PROMPT:
             late = _share_late(lengths, backlog + more, new_left, 1)
-            found += at.steps.planned * (late - _share_late(lengths, backlog, left, 1))
+            found += planned * (late - _share_late(lengths, backlog, left, 1))
         at.late[by] = found
         return found
 
