@@ -2,8 +2,7 @@
 choice of the one that serves.
 
 There is one file for a machine, a world size and the elements of a row, with a table of every dtype
-that was measured.
-"""
+that was measured."""
 
 import functools
 from pathlib import Path
@@ -84,8 +83,7 @@ def load(machine: Machine, world_size: int, hidden: int = HIDDEN) -> Table | Non
 def save(machine: Machine, table: Table, hidden: int = HIDDEN) -> Path:
     """Write the table and return the file. OSError where the folder cannot be written.
 
-    Dtypes that the table does not have keep what was measured of them with the same libraries.
-    """
+    Dtypes that the table does not have keep what was measured of them with the same libraries."""
     path = path_of(machine, table.world_size, hidden)
     if path is None:
         raise FileNotFoundError("there is no cache folder: set HOME or XDG_CACHE_HOME")
@@ -131,8 +129,7 @@ def find_table(
     always None without peer access.
 
     Where the one says nothing of fused norms, the other does. *in_engines*: nothing built in for
-    GPUs on which engines were not shown to gain.
-    """
+    GPUs on which engines were not shown to gain."""
     if machine.link == NO_ACCESS:
         return None
     measured = load(machine, world_size, hidden) if use_cache else None

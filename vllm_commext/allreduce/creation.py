@@ -185,8 +185,7 @@ class Requirements:
         """The one backend that may serve, or None for the fastest.
 
         Batch invariance asks for one order of sums. Ours has one for messages of any size, and a
-        row's numbers do not depend on the others.
-        """
+        row's numbers do not depend on the others."""
         return limits.PUSH if self.facts.invariant else self.forced
 
     @property

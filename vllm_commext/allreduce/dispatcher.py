@@ -99,8 +99,7 @@ class Dispatcher:
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor | None":
         """Return the sum over all ranks in a fresh tensor laid out as `tensor`, or None.
 
-        None means that no backend of ours serves it, and vLLM's default dispatch should.
-        """
+        None means that no backend of ours serves it, and vLLM's default dispatch should."""
         if not tensor.numel():
             return tensor.new_empty(tensor.shape)  # nothing to sum, and nothing to launch
         plan = self._plans.get((tensor.shape, tensor.dtype)) or self._make_plan(tensor)
@@ -163,8 +162,7 @@ class Dispatcher:
     def counts(self) -> tuple[Counter[str], Counter[str]]:
         """Calls by the backend that served them, and refusals by the backend that refused.
 
-        Under CUDA graphs a call is counted where it is captured, not where it is replayed.
-        """
+        Under CUDA graphs a call is counted where it is captured, not where it is replayed."""
         served, refused = Counter(self._past[0]), Counter(self._past[1])
         for plan in self._plans.values():
             served[plan.backend.name if plan.backend else limits.VLLM] += plan.calls

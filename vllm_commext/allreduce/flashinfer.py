@@ -2,8 +2,7 @@
 within a memory budget.
 
 Creating one is collective and succeeds on all ranks or on none. Python's random state is left as it
-was: FlashInfer names its sockets by it, and vLLM seeds all ranks alike.
-"""
+was: FlashInfer names its sockets by it, and vLLM seeds all ranks alike."""
 
 import importlib
 import logging
@@ -202,8 +201,7 @@ class FlashInferBackend:
     start only once it has ended: letting it start early is what gave NaNs for few tokens.
 
     UnsupportedError where FlashInfer is missing, too old, or cannot be compiled. Above
-    `max_message_bytes`, which bounds the workspaces, other backends serve.
-    """
+    `max_message_bytes`, which bounds the workspaces, other backends serve."""
 
     name = limits.FLASHINFER_ONE_SHOT
 

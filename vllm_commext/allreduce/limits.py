@@ -2,8 +2,7 @@
 each takes: arithmetic on shape, dtype and world size, the same on every rank.
 
 The bounds are those of the kernels behind the backends, and a little tighter where a kernel would
-stop the process instead of saying no.
-"""
+stop the process instead of saying no."""
 
 import math
 from dataclasses import dataclass
@@ -77,9 +76,8 @@ def message_of_bytes(num_bytes: int, dtype: str, hidden: int) -> Message:
 def flashinfer_block_threads(hidden: int, item_bytes: int) -> int:
     """Threads of a block, as FlashInfer's launcher shapes them.
 
-    A row is one cluster of up to eight blocks; the launcher halves the cluster until it divides
-    the row, and again while a block has fewer than 128 threads.
-    """
+    A row is one cluster of up to eight blocks; the launcher halves the cluster until it divides the
+    row, and again while a block has fewer than 128 threads."""
     row_threads = hidden * item_bytes // PACK_BYTES
     cluster = 8
     while row_threads % cluster:
@@ -117,8 +115,7 @@ def flashinfer_workspace(
     """The largest workspace for messages up to `max_message_bytes` within `budget_bytes`.
 
     It has three slots of `world_size` messages, and a buffer as large as one (before FlashInfer
-    0.7.2 half as large for float32).
-    """
+    0.7.2 half as large for float32)."""
     row_bytes = hidden * item_bytes
     row_device_bytes = world_size * 4 * row_bytes
     max_rows = min(

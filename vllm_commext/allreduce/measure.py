@@ -38,8 +38,7 @@ class Neighbours:
 
     A chain of all-reduces alone favours kernels that begin before their predecessor has ended, and
     finds in the caches what a model finds in memory. The product contracts half as many elements as
-    a row of the message has.
-    """
+    a row of the message has."""
 
     def __init__(self, message: Message, norm: Norm, device: str = "cuda") -> None:
         import torch
@@ -176,8 +175,7 @@ def measure_message(
 ) -> dict[str, float]:
     """Microseconds a call of each variant: the median over samples of the slowest rank.
 
-    The variants take turns in every sample, so that what else the machine does meets all.
-    """
+    The variants take turns in every sample, so that what else the machine does meets all."""
     import torch
 
     if not calls:

@@ -37,8 +37,7 @@ class PushLayout:
     """Division of a group's memory, and the kernel that uses it. Pure arithmetic.
 
     It has two halves. Between two ranks, a half is the peer's message. Between more it is, from
-    every peer, the chunks that this rank sums, and then the sums of the whole message.
-    """
+    every peer, the chunks that this rank sums, and then the sums of the whole message."""
 
     world_size: int  # 2 to 8
     max_bytes: int  # of the largest message
@@ -135,11 +134,10 @@ class PushMemory:
 
 class PushBackend(Ready):
     """A group's kernel with its memory, which other kernels of ours may use too; collective to
-    create. One launch takes messages of `num_bytes`, on one stream at a time.
-    A rank that waits longer than `TIMEOUT_SECONDS` for a peer ends its kernel with an error of
-    CUDA's, and with it the process's use of the GPU. UnsupportedError as `PushMemory`, or where the
-    kernel cannot be compiled.
-    """
+    create. One launch takes messages of `num_bytes`, on one stream at a time. A rank that waits
+    longer than `TIMEOUT_SECONDS` for a peer ends its kernel with an error of CUDA's, and with it
+    the process's use of the GPU. UnsupportedError as `PushMemory`, or where the kernel cannot be
+    compiled."""
 
     name = limits.PUSH
 

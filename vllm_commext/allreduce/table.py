@@ -110,8 +110,7 @@ def crossover(low: int, high: int, incumbent: Sequence[float], rival: Sequence[f
 
     Both times are straight lines over the logarithm of the size. The incumbent won at `low` bytes,
     the rival at `high`; each has its times at both. Returns a size in [low, high), `low` where the
-    rival wins from there on.
-    """
+    rival wins from there on."""
     ahead, behind = rival[0] - incumbent[0], incumbent[1] - rival[1]
     if ahead <= 0 or behind <= 0:
         return low

@@ -5,8 +5,7 @@ tensor-parallel communicator gets a dispatcher when it is made, asks it first in
 and gives it back before its own parts go. What the dispatcher leaves takes vLLM's default dispatch.
 
 Under `auto` the methods are patched only in workers that may have a peer, and restored where their
-group gets no dispatcher.
-"""
+group gets no dispatcher."""
 
 import functools
 import importlib
@@ -46,8 +45,7 @@ def dispatcher_of(communicator: Any) -> "Dispatcher | None":
 def why_not(communicator: Any, by_itself: bool = False) -> str:
     """Reason why a communicator gets no dispatcher; empty where its ranks are to agree about one.
 
-    It asks no other rank. The same on all ranks.
-    """
+    It asks no other rank. The same on all ranks."""
     from vllm.config import get_current_vllm_config_or_none
 
     if communicator.unique_name.split(":")[0] != "tp" or communicator.world_size < 2:

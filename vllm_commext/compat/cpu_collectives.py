@@ -2,8 +2,7 @@
 
 vLLM has shared memory of its own for that only in its build for AVX-512; everywhere else a sum goes
 through Gloo: TCP, and several threads that wake one another. The communicator takes both from an
-object with torch.distributed's functions, and that object is what it gets from us.
-"""
+object with torch.distributed's functions, and that object is what it gets from us."""
 
 import functools
 import logging

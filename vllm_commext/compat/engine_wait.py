@@ -2,11 +2,10 @@
 
 vLLM goes on stepping, a thousand times a second, while a connector keeps the blocks of finished
 requests or loads those of waiting ones: it costs two thirds of a core, and what has ended is found
-a step and a pause later.  There is no hook for it.  `install` patches the engine's step: where no
+a step and a pause later. There is no hook for it. `install` patches the engine's step: where no
 request can be computed, it first waits for the connector's wakeup socket or the engine's own queue.
 What the connector has to do before a step (`first_token`) is done there too, and that alone beside
-other connectors of a ``MultiConnector``, which may have work of their own.
-"""
+other connectors of a ``MultiConnector``, which may have work of their own."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
 """Answers requests with the first tokens that prefill engines have sampled, before their KV caches
 are loaded, and with those of answers that other decode engines have begun.
 
-vLLM has no way to give a request a token that the engine did not compute.  Before a step the token
+vLLM has no way to give a request a token that the engine did not compute. Before a step the token
 is therefore sent to the client through the engine's queue of outputs, and becomes the last token of
-the request's prompt with one token fewer to generate.  The scheduler then asks the connector for
-the prompt, as always, and computes this token's position when the blocks are there.  The same
-happens with all tokens of an answer that is resumed here, which `resumed_answers` hands out one by
-one.  vLLM's own function decides whether the last token ends the answer.
+the request's prompt with one token fewer to generate. The scheduler then asks the connector for the
+prompt, as always, and computes this token's position when the blocks are there. The same happens
+with all tokens of an answer that is resumed here, which `resumed_answers` hands out one by one.
+vLLM's own function decides whether the last token ends the answer.
 
 vLLM's policy for failed loads does not apply to a request whose client has its first token, nor to
 a prompt that is read while it is computed, as the token may come before the last block: they are
-computed here, like after a preemption. The worker side keeps such failures from vLLM.
-"""
+computed here, like after a preemption. The worker side keeps such failures from vLLM."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Does a part of this package fit this vLLM?  One answer for each part, the first that holds:
+"""Does a part of this package fit this vLLM? One answer for each part, the first that holds:
 
-1. tested here: the tests of this release are run on this vLLM;
-2. same source: the functions of vLLM's that the part depends on read as in a tested release;
-3. self-tested: some read otherwise, none is gone, and the part's own test passes here;
-4. otherwise vLLM's own stays in its place, with the reason.
-"""
+1. tested here: the tests of this release are run on this vLLM; 2. same source: the functions of
+vLLM's that the part depends on read as in a tested release; 3. self-tested: some read otherwise,
+none is gone, and the part's own test passes here; 4. otherwise vLLM's own stays in its place, with
+the reason."""
 
 import ast
 import functools
@@ -97,9 +96,8 @@ def cache_meaning(version: str) -> str:
     """Name the meaning of a KV cache's bytes, given model, types and layout: engines of two
     versions with the same answer can read one another's.
 
-    All tested releases mean the same (``make mixed`` reads between them).  Others may have changed
-    it, and are alike only with their own minor release.
-    """
+    All tested releases mean the same (``make mixed`` reads between them). Others may have changed
+    it, and are alike only with their own minor release."""
     minor = _minor_of(version)
     if minor is None:
         return version
@@ -180,8 +178,7 @@ def digest(root: Path, symbol: str) -> str:
     sets.
 
     Docstrings, comments and positions do not count, it is the same whichever Python reads it, and
-    nothing of vLLM's is imported for it.
-    """
+    nothing of vLLM's is imported for it."""
     owner, _, attribute = symbol.partition("@")
     if attribute:
         return SET if attribute in _attributes(root, owner) else NOT_THERE

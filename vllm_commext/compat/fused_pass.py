@@ -2,8 +2,7 @@
 
 It comes right before vLLM's own all-reduce fusion, which then finds nothing where ours is, and runs
 also where vLLM's is off or lacks FlashInfer. vLLM keeps compiled graphs in files by what they
-depend on, and inductor too: both get our pass's identity.
-"""
+depend on, and inductor too: both get our pass's identity."""
 
 import functools
 import hashlib

@@ -35,9 +35,8 @@ def vllm_version() -> str:
 def add_toggles(toggles: Iterable[Toggle]) -> None:
     """Make the toggles known to vLLM.
 
-    vLLM warns about ``VLLM_`` names that it does not know, or stops if told to be strict, and
-    takes every name that it knows into its compile-cache key. Ray's actors get them too.
-    """
+    vLLM warns about ``VLLM_`` names that it does not know, or stops if told to be strict, and takes
+    every name that it knows into its compile-cache key. Ray's actors get them too."""
     from vllm import envs
 
     for toggle in toggles:
@@ -116,8 +115,7 @@ def when_imported(name: str, action: Action) -> None:
     """Let `action` run once, when the module of that name has been imported, or now if it has.
 
     vLLM's models are imported when one is loaded, which costs seconds that a process without that
-    model need not spend. What the action raises is logged and goes no further.
-    """
+    model need not spend. What the action raises is logged and goes no further."""
     _actions[name] = action
     if name in sys.modules:
         _act(name)

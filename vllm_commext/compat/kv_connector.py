@@ -40,11 +40,10 @@ def required_cache_layout(vllm_config: VllmConfig) -> str | None:
     """The KV cache layout to ask vLLM for, None for its own choice.
 
     With blocks outermost (``BLHNC``) the layers of a block lie side by side, so that two engines of
-    one tensor-parallel size move a block as one run of bytes and not as one a layer.  It is asked
+    one tensor-parallel size move a block as one run of bytes and not as one a layer. It is asked
     for where the platform's attention backends take it; where one does not, vLLM takes its own
-    choice.  The rest gets heads before tokens (``LBHNC``), so that a head's part of a block is one
-    run.  Latent caches have no heads, and their backends choose.
-    """
+    choice. The rest gets heads before tokens (``LBHNC``), so that a head's part of a block is one
+    run. Latent caches have no heads, and their backends choose."""
     if vllm_config.model_config.use_mla:
         return None
     return "BLHNC" if _takes_blocks_outermost(vllm_config) else "LBHNC"
@@ -111,8 +110,7 @@ def ask_for_dim_first() -> None:
     unless the user has chosen; drop what vLLM may have remembered of the layout.
 
     A rank's slices are single runs of bytes then ("DS"). vLLM's default is the other order ("SD"),
-    and it chooses one by itself on some CPUs.
-    """
+    and it chooses one by itself on some CPUs."""
     chosen = _chosen_by_user[0] if _chosen_by_user else os.environ.get(CONV_STATE_LAYOUT)
     if chosen is not None or fits.why_gone(STATES_PART) or not _kernels_take_it():
         return

@@ -3,8 +3,7 @@
 It is the last resort, where vLLM offers no hook. A row of `INVENTORY` says what is replaced, why,
 what guards it, which test covers it and when it can go. A sentinel on the owner of the name
 remembers the original, so a second replacement is refused even if it comes from a second copy of
-this package in the same process.
-"""
+this package in the same process."""
 
 import importlib
 import inspect

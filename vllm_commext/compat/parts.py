@@ -2,8 +2,7 @@
 
 ``known_sources.json`` has for each part the names of vLLM's that it replaces, calls, reads or is
 called by, and for each of them the digest of its source in the tested releases (`fits.digest`).
-They are named finely, a method and not its class, so that other changes there do not count.
-"""
+They are named finely, a method and not its class, so that other changes there do not count."""
 
 import functools
 import json

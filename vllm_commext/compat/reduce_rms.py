@@ -1,8 +1,7 @@
 """Our reduce-RMS op in place of vLLM's fused op for MiniMax-M2's RMSNorm of Q and K.
 
 The model calls vLLM's op through names of one module: they are patched once it has got our
-workspace, and the shape of the compiled graph stays as it is.
-"""
+workspace, and the shape of the compiled graph stays as it is."""
 
 import functools
 import importlib

@@ -1,11 +1,10 @@
 """KV blocks count until the engine's weights or caches change, and a paused engine keeps none for
-others and has none kept.  Likewise what an adapter has computed counts until it is loaded again.
+others and has none kept. Likewise what an adapter has computed counts until it is loaded again.
 
-vLLM tells a connector only that a pause clears its caches, after it has reset its own.  That fails
+vLLM tells a connector only that a pause clears its caches, after it has reset its own. That fails
 where a block is in use: also one that is kept for another engine, or that a load has filled whose
-request cannot go on during the pause.  It tells of no new weights or adapters, and
-of no reset of the prefix cache alone.  `install` patches the three methods that do these things.
-"""
+request cannot go on during the pause. It tells of no new weights or adapters, and of no reset of
+the prefix cache alone. `install` patches the three methods that do these things."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 vLLM merges outputs of a request that are not taken in time, and all that `first_token` sends at
 once would be one piece. Its tool and reasoning parsers may answer otherwise to other pieces. Here,
 in the API server's process, such outputs are handed out one by one. They are not merged with those
-that follow, and their tokens count as generated where they were.
-"""
+that follow, and their tokens count as generated where they were."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class PieceCollector(RequestOutputCollector):
     """Hands out the outputs of a resumed answer one by one, and merges later ones as vLLM does.
 
     num_left: tokens of the answer still to be repeated. is_repeating: outputs that are put are its.
-    mark: what computes it, for the router that asks; 0: nothing to be told.
-    """
+    mark: what computes it, for the router that asks; 0: nothing to be told."""
 
     answer: Sequence[int] = ()
     num_left = mark = _num_apart = 0
@@ -174,8 +172,7 @@ def _params_of(request: Any) -> dict[str, Any]:
 def _repeating(outputs: list[Any]) -> PieceCollector | None:
     """The collector of the answer that these outputs of `first_token` repeat, None for others.
 
-    vLLM's own are of a request each, and the first one of a request has not the whole answer.
-    """
+    vLLM's own are of a request each, and the first one of a request has not the whole answer."""
     if not outputs or (queue := _waiting.get(outputs[0].request_id)) is None:
         return None
     first, *others = outputs

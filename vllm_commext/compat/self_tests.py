@@ -1,8 +1,7 @@
 """Tests of parts on a vLLM whose source differs from all that was tested.
 
 Each takes a moment and needs no model, no GPU and no other process. It raises where anything is not
-as expected: the part is then left out.
-"""
+as expected: the part is then left out."""
 
 import ast
 import dataclasses
@@ -193,8 +192,7 @@ def _plain(function: Any) -> list[str]:
 def _connector() -> None:
     """Our connector has each method that vLLM leaves open, with the parameters that vLLM's has.
 
-    It is read and not imported: an import asks for another layout of states.
-    """
+    It is read and not imported: an import asks for another layout of states."""
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     root = Path(vllm_commext.__file__).parent.parent
     ours = definition(root, "vllm_commext.nixl.connector:CommextNixlConnector")

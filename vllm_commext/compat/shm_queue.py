@@ -1,8 +1,7 @@
 """Our message queue in place of vLLM's, at every name that vLLM has bound to the class: among the
 ranks of a process group, and for vLLM's own steps.
 
-The order of the collective calls is vLLM's, because its other code runs between them.
-"""
+The order of the collective calls is vLLM's, because its other code runs between them."""
 
 import functools
 import logging
@@ -57,8 +56,7 @@ def create_from_process_group(
 
     `pg`: a torch ProcessGroup on the CPU, or vLLM's StatelessProcessGroup. With
     `external_writer_handle` (at the writer's rank) the writer is somebody outside of the group, and
-    that rank becomes a reader as well. `blocking`: return when all are ready.
-    """
+    that rank becomes a reader as well. `blocking`: return when all are ready."""
     from vllm.distributed.parallel_state import in_the_same_node_as
 
     rank, world_size = _place(pg)
@@ -185,8 +183,7 @@ def install() -> None:
     vLLM's. UnsupportedError where the class was replaced already.
 
     The defining module is patched first, so whatever is imported later binds ours by itself; the
-    two modules that may have bound the class before are patched if they are there.
-    """
+    two modules that may have bound the class before are patched if they are there."""
     symbol = f"{DEFINED_IN}:{NAME}"
     stock = original_of(symbol)
     if stock.__module__ != DEFINED_IN:

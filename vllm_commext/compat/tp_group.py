@@ -1,6 +1,5 @@
 """Tensor-parallel groups: facts that decide if our kernels take part in one of vLLM's, on which its
-ranks agree once; and one in a process that serves no model, to tune and to measure.
-"""
+ranks agree once; and one in a process that serves no model, to tune and to measure."""
 
 import contextlib
 import ctypes
@@ -38,8 +37,7 @@ def why_not_by_itself(config: Any, world_size: int) -> str:
     """Reason why `auto` leaves a group alone; empty where it may take part.
 
     It asks no other rank: one of another host may not have this package, and would not answer. So
-    only workers that one parent has started count, which have one environment.
-    """
+    only workers that one parent has started count, which have one environment."""
     model = getattr(config, "model_config", None)
     if model is None:
         return "no engine serves a model here"
@@ -175,8 +173,7 @@ def let_vllm_use_nccl() -> tuple[str, ...]:
     """Make vLLM's own binding of NCCL work with a library that lacks what only sleep mode needs.
 
     vLLM otherwise does without its binding, and every sum through torch costs a copy more. Returns
-    the functions that the library lacks.
-    """
+    the functions that the library lacks."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     help_vllm_find_nccl()

@@ -2,8 +2,7 @@
 
 A part is written to the ring straight from the object's memory, and received straight into the
 memory that the new object owns. This goes for what takes part in pickle's buffer protocol (numpy
-arrays) and for CPU tensors of torch. An engine's steps are not pickled (`StepClasses`).
-"""
+arrays) and for CPU tensors of torch. An engine's steps are not pickled (`StepClasses`)."""
 
 import copyreg
 import dataclasses
@@ -114,8 +113,7 @@ class Encoder:
     """Turns objects into records. Kept between messages; one thread at a time.
 
     `classes`: of the steps that go field by field; then every record has to be sent, or `forget`
-    called, and a `Decoder` has to take them.
-    """
+    called, and a `Decoder` has to take them."""
 
     def __init__(self, classes: StepClasses | None = None) -> None:
         self._steps = None
@@ -147,8 +145,7 @@ class Encoder:
         """Return the pickle, or a tuple of the pickle and its buffers, which are the object's own
         memory: write the record before the object changes.
 
-        Whatever pickling raises, the encoder is as good as new afterwards.
-        """
+        Whatever pickling raises, the encoder is as good as new afterwards."""
         if self._chunks:  # left by an interrupted message
             self._start()
         if len(self._reducers) < ALL_TYPES:
@@ -195,8 +192,7 @@ class Decoder:
     """Turns records into objects, steps of `classes` among them. Kept between messages.
 
     ProtocolError for another vLLM's steps, for one that follows a step which this reader has not
-    had, and for damage.
-    """
+    had, and for damage."""
 
     def __init__(self, classes: StepClasses | None = None) -> None:
         self.steps = None

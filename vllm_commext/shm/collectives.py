@@ -100,8 +100,7 @@ class RingGroup:
 
         bfloat16 and float16 are summed in float32 and rounded once. ProtocolError where another
         rank does something else, PeerLostError where it has died or shut down its end,
-        CommextTimeoutError where it has not come within ``timeout_seconds``.
-        """
+        CommextTimeoutError where it has not come within ``timeout_seconds``."""
         flat = tensor.contiguous().view(-1)
         # A sum of two is rounded once in any case.
         wide = SUMMED_IN.get(tensor.dtype) if self.world_size > 2 else None
@@ -118,8 +117,7 @@ class RingGroup:
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Put all ranks' tensors one after the other, by rank, into ``output``.
 
-        ``output``: contiguous, ``world_size`` times as many elements. Errors as `all_reduce`.
-        """
+        ``output``: contiguous, ``world_size`` times as many elements. Errors as `all_reduce`."""
         if output.numel() != tensor.numel() * self.world_size or not output.is_contiguous():
             raise ValueError(
                 f"output: expected a contiguous tensor of {self.world_size} x {tensor.numel()} "

@@ -4,8 +4,7 @@ The readers share a byte ring with the writer. Of every object each reader gets 
 order, once, with the content that it had at `enqueue`. No thread and no socket is needed.
 
 An end is used by one thread at a time, and not by a signal handler that interrupts its own call.
-Each waits in steps, with a line in the log after each; what raises leaves it as it was.
-"""
+Each waits in steps, with a line in the log after each; what raises leaves it as it was."""
 
 import logging
 import threading
@@ -197,8 +196,7 @@ class Handle:
     """Lets a reader attach to a queue. The names of its fields are those of vLLM's class.
 
     It is unpickled in other processes before anything knows whether these use this queue. So
-    importing this module has no effect, and vLLM's own queue gets plain words when given one.
-    """
+    importing this module has no effect, and vLLM's own queue gets plain words when given one."""
 
     local_reader_ranks: list[int] = field(default_factory=list)  # in the order of their places
     buffer_handle: BufferHandle | None = None
@@ -290,8 +288,7 @@ class MessageQueue:
 
         `indefinite`: a long wait is nothing to write into the log. Raises TimeoutError after
         `timeout` seconds without one, RuntimeError after `shutdown` (once what is there has been
-        read) and when the writer has died. What unpickling raises consumes the message.
-        """
+        read) and when the writer has died. What unpickling raises consumes the message."""
         return self._end.dequeue(timeout, indefinite)
 
     def broadcast_object(self, obj: object = None) -> Any:

@@ -2,8 +2,7 @@
 
 numpy's own reduction names three globals and a dtype's state, which takes longer to pickle and to
 unpickle than 100 KiB to copy. Only what arrives as it was is taken; everything else is reduced by
-numpy and torch themselves.
-"""
+numpy and torch themselves."""
 
 import functools
 import pickle

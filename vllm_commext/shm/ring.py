@@ -50,8 +50,7 @@ def next_steps(
     that is the last time.
 
     All in seconds. ``waited``: so far; None for ever, then nothing follows. ``interval``: the
-    longest step. ``limit``: of the whole wait, None for none.
-    """
+    longest step. ``limit``: of the whole wait, None for none."""
     while waited is not None and (limit is None or waited < limit):
         step = interval if limit is None else min(interval, limit - waited)
         is_last = limit is not None and waited + step >= limit
@@ -82,8 +81,7 @@ class Peer:
 
     `sequence`: records written or read to the end; `position`: the same in bytes of the ring,
     headers and what was skipped included; `high_water_bytes`: the most that this reader ever found
-    waiting.
-    """
+    waiting."""
 
     rank: int
     state: int
@@ -175,8 +173,7 @@ class RingWriter(RingEnd):
         MemoryError if /dev/shm has no room.
 
         `budget_bytes` may be under way beyond that, in memory that is taken when readers are busy;
-        a longer record goes alone. Without it the writer waits for room.
-        """
+        a longer record goes alone. Without it the writer waits for room."""
         num_bytes, nonce = segment_bytes(capacity_bytes, n_readers), secrets.token_bytes(16)
         segment = create_segment(num_bytes)
         try:
@@ -251,8 +248,7 @@ class RingReader(RingEnd):
         """Return the next record: `bytes` if it has one part, else a list with `bytes` for each
         part that was `bytes` and an owned `bytearray` for any other.
 
-        If it raises, nothing is lost: the next call goes on where this one was.
-        """
+        If it raises, nothing is lost: the next call goes on where this one was."""
         record = self.core.read(timeout)
         if isinstance(record, int):
             self.fail(record)

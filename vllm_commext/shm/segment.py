@@ -1,8 +1,7 @@
 """Named shared memory: reserved when created, refused if foreign, gone when its owner is.
 
-Its writer keeps the file locked as long as it lives (`csrc/shm/file.h`), so that the next
-segment's creator can remove those whose writer died before everyone had attached.
-"""
+Its writer keeps the file locked as long as it lives (`csrc/shm/file.h`), so that the next segment's
+creator can remove those whose writer died before everyone had attached."""
 
 import errno
 import logging
@@ -42,8 +41,7 @@ def round_up(num_bytes: int, multiple: int) -> int:
 def segment_bytes(capacity_bytes: int, n_readers: int) -> int:
     """Length of the segment that holds a ring of this capacity for this many readers.
 
-    ValueError if there can be no such ring; `csrc/shm/layout.h` has the parts.
-    """
+    ValueError if there can be no such ring; `csrc/shm/layout.h` has the parts."""
     if not MIN_CAPACITY_BYTES <= capacity_bytes <= MAX_CAPACITY_BYTES:
         raise ValueError(f"capacity: expected 4 KiB to 1 GiB, got {capacity_bytes} bytes")
     if capacity_bytes & (capacity_bytes - 1):
@@ -60,8 +58,7 @@ def capacity_for(
 
     A power of two of 64 KiB to `largest_bytes`: the quarter of it that is used while readers keep
     up is enough for streaming and small enough for the cores' caches. And no more than a sixteenth
-    of what is free in /dev/shm, so that all queues of a server find room in a small one.
-    """
+    of what is free in /dev/shm, so that all queues of a server find room in a small one."""
     wanted = max(nominal_bytes, SMALLEST_QUEUE_BYTES)
     limit = min(largest_bytes, max(free_bytes // 16, SMALLEST_QUEUE_BYTES))
     above = 1 << (wanted - 1).bit_length()

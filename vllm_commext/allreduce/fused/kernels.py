@@ -3,8 +3,7 @@ and ``csrc/cuda/fused_two_phase.cu``.
 
 Both push packs through the memory of the all-reduce kernels, sum the ranks in their order in
 float32, and round the sum before they add the residual, as two kernels would. A row has the same
-bits whichever form serves it.
-"""
+bits whichever form serves it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -131,8 +130,7 @@ class FusedKernels:
         """Launch once on the current stream, of a form that is prepared and that the rows fit.
 
         Tensors are contiguous and aligned to 16 bytes, the scale is on the GPU. A launch of few
-        rows has a part of the next weight prefetched.
-        """
+        rows has a part of the next weight prefetched."""
         import torch
 
         shape, tensor, residual, weight, eps, scale, next_weight = given

@@ -3,8 +3,7 @@ prefetches; arithmetic.
 
 A product of few rows takes as long as its weights take to come from memory, and memory has nothing
 to do while ranks wait for one another's rows. Every multiprocessor begins such a product with the
-first columns of its own rows of the weights, so these are what is prefetched.
-"""
+first columns of its own rows of the weights, so these are what is prefetched."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,8 +111,7 @@ class Form:
         """Rows that fit a half of staging memory of `half_packs`.
 
         One phase keeps every peer's rows. Two phases keep of every peer its part of the rows that
-        this rank sums, and then what the peer made of those that it sums.
-        """
+        this rank sums, and then what the peer made of those that it sums."""
         if self.kernel == ONE_PHASE:
             return half_packs // ((world_size - 1) * shape.row_packs)
         return half_packs // (2 * (world_size - 1) * shape.row_packs) * world_size
@@ -130,8 +128,7 @@ def choose(shape: FusedShape, num_rows: int, world_size: int) -> Form:
     One phase sends a whole message to every peer, two phases twice a share of it, one after the
     other: of two ranks that is the same number of bytes. A thread has one pack of a row where a
     block can have as many threads: on two H200s that was fastest at every size from 16 KiB to 128
-    MiB, by 1.00x (128 MiB) to 1.30x over two packs.
-    """
+    MiB, by 1.00x (128 MiB) to 1.30x over two packs."""
     small = num_rows * shape.row_packs * PACK_BYTES <= ONE_PHASE_BYTES
     kernel = ONE_PHASE if world_size == 2 or small else TWO_PHASE
     return Form(kernel, warps(shape))
