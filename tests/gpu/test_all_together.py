@@ -1,16 +1,15 @@
-"""All four at once: prefill on two GPUs, decode on two others, CUDA graphs, a MiniMax-M2 whose
-norm is ours and a dense model, our all-reduce, queue and connector, behind the proxy, chunks read
-while they are computed, many requests at a time. On two GPUs all engines share both.
+"""All four at once: prefill on two GPUs, decode on two others, CUDA graphs, a MiniMax-M2 whose norm
+is ours and a dense model, our all-reduce, queue and connector, behind the proxy, chunks read while
+they are computed, many requests at a time. On two GPUs all engines share both.
 
-The oracle is the decode server, asked without the prefill server: it has the same kernels.  How
-many tokens share a step decides over the last bits of bfloat16 and, by the choice of experts, over
-more.  Steps of a server that does both are full of prompts, those of the two are small: so it is
-asked twice, many at a time and few, and what came through the prefill server may differ from it as
-much as it differs from itself, and where another token came both were about as likely.  One at a
-time there is no such excuse: then the answers are equal, to the bit.  Beside it stands a server
-without anything of ours, whose kernels round otherwise: its first tokens are the same as often as
-its own are.
-"""
+The oracle is the decode server, asked without the prefill server: it has the same kernels. How many
+tokens share a step decides over the last bits of bfloat16 and, by the choice of experts, over more.
+Steps of a server that does both are full of prompts, those of the two are small: so it is asked
+twice, many at a time and few, and what came through the prefill server may differ from it as much
+as it differs from itself, and where another token came both were about as likely. One at a time
+there is no such excuse: then the answers are equal, to the bit. Beside it stands a server without
+anything of ours, whose kernels round otherwise: its first tokens are the same as often as its own
+are."""
 
 import os
 import random

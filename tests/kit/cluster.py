@@ -158,8 +158,7 @@ def disaggregated(
     """The two steps of a proxy: prefill one token, then decode with the parameters that this gave.
 
     ``changes`` are laid over those parameters, to see what a wrong one does, and ``extra`` over the
-    request to decode; ``options`` go to ``complete()``.
-    """
+    request to decode; ``options`` go to ``complete()``."""
     params = {**prefill(prefill_url, model, prompt), **(changes or {})}
     body = {"kv_transfer_params": params, **(extra or {})}
     return complete(decode_url, model, prompt, extra=body, **options)

@@ -32,8 +32,7 @@ def flip_block(cache: torch.Tensor, block_id: int, num_blocks: int) -> None:
     """Flip bits in every byte of one block of one layer's cache, in place.
 
     ``cache``: any dtype; its first dimension is ``num_blocks`` blocks, or a multiple of it where a
-    block is several neighbouring rows.
-    """
+    block is several neighbouring rows."""
     rows = cache.shape[0] // num_blocks
     block = cache[block_id * rows : (block_id + 1) * rows]
     damaged = block.contiguous().view(torch.uint8) ^ FLIPPED_BITS

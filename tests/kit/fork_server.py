@@ -129,8 +129,7 @@ def inspect_models_here() -> None:
     """From now on vLLM looks at a model's class in its own process.
 
     It starts one for each architecture that it has not met on this machine, which imports vLLM
-    anew, so that looking cannot initialise CUDA.
-    """
+    anew, so that looking cannot initialise CUDA."""
     registry = sys.modules.get("vllm.model_executor.models.registry")
     if registry is not None:
         setattr(registry, "_run_in_subprocess", lambda look: look())  # noqa: B010
@@ -198,8 +197,7 @@ def serve_spawns() -> None:
     """From now on ``multiprocessing`` spawns by forking a copy of this process as it is here.
 
     The copy forks twice, and this process is made the reaper of its orphans: what is spawned is a
-    child of this process, as it would be otherwise.
-    """
+    child of this process, as it would be otherwise."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()

@@ -115,8 +115,7 @@ def start(
     """Fork a program with these descriptors as standard output and error.
 
     The variables in ``late`` are the program's only; those in ``environ`` were also there when the
-    modules were imported, by the interpreter ``python``.
-    """
+    modules were imported, by the interpreter ``python``."""
     path = _fork_server(python, modules, environ)  # may fail, so nothing is open before it
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel.connect(str(path))

@@ -1,10 +1,9 @@
 """Prefill and decode engines on GPUs, several of them on one where need be.
 
-A decode engine computes only the last token of a prompt.  So does an engine whose last chunk of a
+A decode engine computes only the last token of a prompt. So does an engine whose last chunk of a
 prompt is its last token: engines of equal chunks compute with the same kernels, and what a decode
 engine answers by itself is then equal to the bit to what it answers after a load, where both
-engines have the same tensor-parallel size.
-"""
+engines have the same tensor-parallel size."""
 
 import os
 import random
@@ -78,8 +77,7 @@ def gpu_server(
 
     ``tp`` is its tensor-parallel size, 0 for that of all GPUs.
 
-    Without what FlashInfer compiles for minutes at its first use on a machine.
-    """
+    Without what FlashInfer compiles for minutes at its first use on a machine."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ: Mapping[str, str] = {
         "CUDA_VISIBLE_DEVICES": gpus,

@@ -1,8 +1,7 @@
 """Kernels for GPUs, compiled for this CPU, once for all processes of a test run.
 
 What takes longest of a compilation are the system's headers and what runs the threads, so these are
-compiled once as well.
-"""
+compiled once as well."""
 
 import ctypes
 import fcntl

@@ -69,8 +69,7 @@ class Engines:
     def prepare(self) -> "Engines":
         """Start everything, and ask each engine.
 
-        Skips where vLLM does not serve this kind without this package, either.
-        """
+        Skips where vLLM does not serve this kind without this package, either."""
         self.write()
         if self.served.refused:
             self.refusal = self._refusal()

@@ -60,8 +60,7 @@ class Metrics:
 def parse(page: str) -> Metrics:
     """Read a page in Prometheus' text format, of samples without times of their own.
 
-    Of what a sample is called much is the same on each page, and takes its parser 50 ms.
-    """
+    Of what a sample is called much is the same on each page, and takes its parser 50 ms."""
     samples: dict[Key, float] = {}
     families: set[str] = set()
     for line in page.split("\n"):
@@ -94,8 +93,7 @@ def wait_for_added(
     """What was added since ``earlier``, as soon as ``name`` has grown by ``at_least``.
 
     Engines report with a step, so a count may come after the answer that it belongs to. After
-    ``seconds`` the last reading is returned whatever it holds: the caller compares it.
-    """
+    ``seconds`` the last reading is returned whatever it holds: the caller compares it."""
     deadline = time.monotonic() + seconds
     while True:
         added = scrape(url).minus(earlier)

@@ -55,10 +55,9 @@ class Completion:
 class Difference:
     """How far one completion is from another.
 
-    ``position``: the first where the token differs or a logprob differs by more than the
-    tolerance, else None. ``max_logprob``: the largest difference of a logprob in nats, over all
-    positions with an equal history.
-    """
+    ``position``: the first where the token differs or a logprob differs by more than the tolerance,
+    else None. ``max_logprob``: the largest difference of a logprob in nats, over all positions with
+    an equal history."""
 
     position: int | None
     tokens_equal: bool
@@ -198,8 +197,7 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
     """The lines of a stream of server-sent events, without their ends.
 
     Only a line feed ends a line here: answers hold other characters at which ``str.splitlines``, as
-    httpx uses it, breaks a line in two.
-    """
+    httpx uses it, breaks a line in two."""
     rest = ""
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
@@ -255,8 +253,7 @@ def logprob_difference(one: Mapping[int, float], other: Mapping[int, float]) -> 
     """Largest difference in nats between two lists of most likely tokens of one position.
 
     A token that only one list has is at most as likely in the other as that list's least likely
-    one, so it counts with what it exceeds that by.
-    """
+    one, so it counts with what it exceeds that by."""
     shared = max(
         (abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=0.0
     )
@@ -268,8 +265,7 @@ def logprob_difference(one: Mapping[int, float], other: Mapping[int, float]) -> 
 def compare(expected: Completion, got: Completion, atol: float = 0.0) -> Difference:
     """Compare two completions of the same prompt; logprobs may differ by ``atol`` nats.
 
-    Positions after the first different token have different histories and are not compared.
-    """
+    Positions after the first different token have different histories and are not compared."""
     first: int | None = None
     largest = 0.0
     for position, (one, other) in enumerate(zip(expected.logprobs, got.logprobs, strict=False)):

@@ -1,7 +1,6 @@
 """Streams of chats as vLLM's API server writes them, without a model or a server.
 
-Tokens go through vLLM's own output processor, collector, parsers and writer of events.
-"""
+Tokens go through vLLM's own output processor, collector, parsers and writer of events."""
 
 import asyncio
 import functools
@@ -61,8 +60,7 @@ class Api:
     """The API server of one engine: each stream of it has parsers of its own.
 
     body: of the request; prompt: its text, in which reasoning may have begun. mark: what computes
-    answers, by an engine core's word.
-    """
+    answers, by an engine core's word."""
 
     tokenizer: Any
     tool_parser: str | None

@@ -28,9 +28,8 @@ def prompt_set(
     """``num_prompts`` different prompts as token ids of the byte-level tokenizer; three kinds in
     turn.
 
-    Lengths at block boundaries and long ones; prompts that share their first ``num_shared``
-    tokens; and lengths drawn from 3 to 700. Prompts of different seeds share no whole block.
-    """
+    Lengths at block boundaries and long ones; prompts that share their first ``num_shared`` tokens;
+    and lengths drawn from 3 to 700. Prompts of different seeds share no whole block."""
     if num_prompts < 1:
         raise ConfigError(f"prompts: expected at least 1, got {num_prompts}")
     rng = random.Random(seed)

@@ -195,8 +195,7 @@ class Server:
         started).
 
         SIGTERM, ``GRACE_SECONDS``, SIGKILL. Raises ``ServerEndedError`` when something outlives
-        that.
-        """
+        that."""
         if self._supervisor is None:
             return None
         if self._supervisor.stdin is not None:
@@ -260,8 +259,7 @@ class Server:
 class VllmServer(Server):
     """``vllm serve`` with this interpreter.
 
-    ``environ`` is laid over ``base_environ``; a value of None takes a variable away.
-    """
+    ``environ`` is laid over ``base_environ``; a value of None takes a variable away."""
 
     def __init__(
         self,

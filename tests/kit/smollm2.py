@@ -21,8 +21,7 @@ READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 def fetched(*requirements: str) -> Path:
     """A folder for ``PYTHONPATH`` that holds these packages, without what they require themselves.
 
-    It is filled once. Raises ``UnsupportedError`` where pip cannot fetch them.
-    """
+    It is filled once. Raises ``UnsupportedError`` where pip cannot fetch them."""
     target = FOLDER / "+".join(requirements)
     if target.is_dir():
         return target

@@ -1,8 +1,7 @@
 """A connector whose worker stands still in the middle of a prompt while a file is there: what it
 has computed can be read, and no more comes.
 
-It is named in ``--kv-transfer-config``, with this module as ``kv_connector_module_path``.
-"""
+It is named in ``--kv-transfer-config``, with this module as ``kv_connector_module_path``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Drafts of a tiny Llama, seeded and written without any download: an EAGLE-3 head, and one MTP
 module.
 
-Random drafts guess one token of many.  Where the target's and the draft's last projections favour
+Random drafts guess one token of many. Where the target's and the draft's last projections favour
 the same few tokens, every few guesses one is right, so that counts of accepted tokens show whether
-the draft computed from the right cache.
-"""
+the draft computed from the right cache."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def write_eagle(folder: Path, model: Path, seed: int = 0) -> Path:
 def add_mtp(model: Path, seed: int = 0) -> Path:
     """Make a tiny Llama a MiMo, which is a Qwen2 with an MTP module behind it; return its folder.
 
-    Its own weights stay, so do its answers: a Qwen2 is a Llama with biases, and these are zero.
-    """
+    Its own weights stay, so do its answers: a Qwen2 is a Llama with biases, and these are zero."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -3,8 +3,7 @@
 What they have in common: a byte-level vocabulary; no choice between experts, which would turn
 rounding into other tokens, but in kinds that say so; heads, groups and widths that two
 tensor-parallel ranks can share, but for those that a kind has only one of on purpose; rotary
-positions.
-"""
+positions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,8 +47,7 @@ class Kind:
     what an engine on GPUs is to be given. ``chooses_experts``: which experts compute a token
     depends on its rounding, so that engines of different tensor-parallel sizes may differ in whole
     tokens. ``renames``: patterns of names that transformers gives to tensors, and what published
-    checkpoints call them.
-    """
+    checkpoints call them."""
 
     model_type: str
     meaning: str

@@ -1,9 +1,8 @@
 """Tiny models with seeded random weights and a byte-level tokenizer, written without any download.
 
-The weights are drawn wide (``STD``), so the next token depends on the whole prompt: what
-vLLM's ``--load-format dummy`` gives is close to uniform whatever the KV cache holds, and a test of
-a KV connector on such weights cannot fail.
-"""
+The weights are drawn wide (``STD``), so the next token depends on the whole prompt: what vLLM's
+``--load-format dummy`` gives is close to uniform whatever the KV cache holds, and a test of a KV
+connector on such weights cannot fail."""
 
 import argparse
 import math
@@ -128,8 +127,7 @@ def _width(name: str, shape: Sequence[int], kind: Kind) -> float:
     """Standard deviation of one matrix.
 
     A depthwise convolution before a state adds up as many products as its kernel is long, not
-    hundreds: its width keeps the size of what goes through it.
-    """
+    hundreds: its width keeps the size of what goes through it."""
     if name.endswith("conv1d.weight"):
         return shape[-1] ** -0.5
     return kind.attention_out_std if name.endswith("o_proj.weight") else STD
@@ -139,8 +137,7 @@ def _slow_decay(num_heads: int) -> Any:
     """``A_log`` [num_heads] of heads that remember over ``MEMORY_TOKENS`` at a time step of one.
 
     A head's state shrinks by exp(-dt A) a token. What the architectures start from (A of one and
-    more) forgets within a few tokens, and a wrong state would show in none of the next ones.
-    """
+    more) forgets within a few tokens, and a wrong state would show in none of the next ones."""
     import torch
 
     shortest, longest = map(math.log, MEMORY_TOKENS)

@@ -2,8 +2,7 @@
 
 vLLM computes such models on CPUs in bfloat16 only, and a prompt in one step or in two by kernels
 that round differently: of drawn weights, three answers of four differ within 64 tokens. Here every
-sum has one term, which no rounding turns into another token.
-"""
+sum has one term, which no rounding turns into another token."""
 
 from typing import Any
 
@@ -18,8 +17,7 @@ def draw_rotors(model: Any, _kind: object, _seed: int) -> None:
 
     Half of the hidden state is the last token, one-hot. Every head keeps for each token the one to
     come, and the one head that a token belongs to writes it to the other half, four times as large.
-    Attention and experts add nothing.
-    """
+    Attention and experts add nothing."""
     import torch
     from torch.nn.functional import pad
 
