@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 
 from tests.contract.scheduled_core import (
@@ -116,6 +117,27 @@ def test_a_connector_among_several_hears_of_new_weights_and_adapters(
     EngineCore.collective_rpc(engine, "update_weights")
     assert identity.prompt_of(request_of("r", PROMPT)).weights != before
     core.scheduler.connector = own
+
+
+def test_answers_of_an_adapter_end_when_it_is_loaded_anew_if_a_router_has_asked(
+    make_core: MakeCore, tmp_path: Path
+) -> None:
+    """Other contents do not go on with what this one has begun; who asks nothing is as in vLLM."""
+    core: Any = make_core("kv_both")
+    core.model_executor = SimpleNamespace(add_lora=lambda _: True)
+    lora = LoRARequest("a", 1, str(write_named(tmp_path, "content")))
+    for name, adapter in (("asks", lora), ("asks not", lora), ("without", None)):
+        request = request_of(name, PROMPT, {TELLS: name != "asks not"}, max_tokens=9)
+        request.lora_request = adapter
+        core.add(request)
+    core.turn()
+    for in_place, ended in ((False, []), (True, ["asks"])):
+        lora.load_inplace = in_place
+        EngineCore.add_lora(core, lora)
+        core.turn()
+        aborted = [one for one in core.outputs if one.finish_reason == FinishReason.ABORT]
+        assert [one.request_id for one in aborted] == ended
+    core.run("asks not", "without")
 
 
 def test_what_was_begun_before_an_adapter_is_loaded_again_is_not_handed_over(

@@ -108,3 +108,16 @@ def test_an_adapter_loaded_anew_at_one_engine_is_no_answer_of_the_other_one(
     servers.check("second", is_read=False)
     servers.load("first", servers.decode)
     servers.check("first", is_read=True)
+
+
+def test_a_stream_ends_when_its_adapter_is_loaded_anew(servers: Servers) -> None:
+    """No engine has what its beginning was computed with, and none goes on with another content."""
+    servers.load("first", servers.prefill, servers.decode)
+    asked = {"model": "a", "prompt": "x" * 40, "max_tokens": 300, "ignore_eos": True}
+    url, told = f"{servers.proxy.url}/v1/completions", list[str]()
+    with httpx.stream("POST", url, json={**asked, "stream": True}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if not told:
+                servers.load("second", servers.decode)
+            told.append(line)
+    assert any('"finish_reason":"abort"' in line for line in told), told[-3:]

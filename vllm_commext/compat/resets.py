@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_commext.compat.monkey_patch import wrap
+from vllm_commext.nixl.wire.params import TELLS, params_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -102,9 +104,27 @@ def _add_lora(add: Callable[..., bool]) -> Callable[..., bool]:
         answer = add(core, lora_request)
         if settle is not None and answer:
             settle()
+            if lora_request.load_inplace:
+                _end_answers(core, lora_request.lora_int_id)
         return answer
 
     return add_lora
+
+
+def _end_answers(core: Any, adapter: int) -> None:
+    """End the answers of an adapter that another content would go on with, where a router has asked
+    what computes them: it takes them to an engine that has the first one, or ends them."""
+    names = {
+        name: one.client_index
+        for name, one in core.scheduler.requests.items()
+        if getattr(one.lora_request, "lora_int_id", None) == adapter
+        if (params_of(one) or {}).get(TELLS)
+    }
+    core.scheduler.finish_requests(list(names), RequestStatus.FINISHED_ABORTED)
+    for name, client in names.items():
+        told = EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT)
+        ends = EngineCoreOutputs(outputs=[told], finished_requests={name})
+        core.output_queue.put_nowait((client, ends))
 
 
 def may_change_weights(method: Any) -> bool:
