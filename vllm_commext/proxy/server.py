@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import re
 import secrets
 import signal
 import socket
@@ -39,11 +38,9 @@ logger = logging.getLogger("vllm.commext.proxy")
 
 _FETCHED = {"/v1/models": "models", "/version": "version"}
 _COUNTED = {**{path: one.name for path, one in ENDPOINTS.items()}, **_FETCHED}
-REQUEST_ID, PRIORITY = "X-Request-Id", "X-Vllm-Priority"
+PRIORITY = "X-Vllm-Priority"
 # A data-parallel rank is not among them: it cannot be right for both engines.
 _TO_ENGINES = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "Origin")
-_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_BYTES = 16
 
 
 class Requests:
@@ -133,7 +130,7 @@ class ProxyApp:
         guards = [access.answer_errors, *([access.ApiKeys(keys).check] if keys else ())]
         app = web.Application(middlewares=guards, client_max_size=self.config.max_body_bytes)
         app.cleanup_ctx.append(self._resources)
-        app.on_response_prepare.append(access.hide_software)
+        app.on_response_prepare.append(access.finish_head)
         for path in ENDPOINTS:
             app.router.add_post(path, self.generate)
         for path in _FETCHED:
@@ -182,7 +179,7 @@ class ProxyApp:
 
     async def fetch(self, request: web.Request) -> web.Response:
         """Pass on an engine's models or version."""
-        outcome = Outcome(_request_id(request))
+        outcome = Outcome(access.given_id(request) or secrets.token_hex(16))
         with self._counted(request, outcome), self.requests.admitted(request):
             headers = self._passed_headers(request)
             status, told, body = await self._service.upstream.fetch(request.path, headers)
@@ -192,10 +189,10 @@ class ProxyApp:
         return await self._preflights.answer(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        outcome = Outcome(_request_id(request))
+        outcome = Outcome(access.given_id(request) or secrets.token_hex(16))
         with self._counted(request, outcome), closing(Intake(self.budget)) as intake:
             headers = self._passed_headers(request)
-            headers |= {REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
+            headers |= {access.REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
             if (trace := self.ledger.trace) is not None:
                 trace.begin(outcome, headers)
             await intake.read(request)
@@ -257,11 +254,6 @@ def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
     except ValueError as error:
         logger.warning("no trace is sent: expected OTEL_ variables that are valid, got %s", error)
         return None
-
-
-def _request_id(request: web.Request) -> str:
-    given = request.headers.get(REQUEST_ID, "")
-    return given if _USABLE_ID.fullmatch(given) else secrets.token_hex(_ID_BYTES)
 
 
 _MAX_ADMIN_CONNECTIONS = 64

@@ -60,6 +60,15 @@ async def test_an_unusable_request_id_is_replaced_by_one_for_both_engines(
         assert len(told) == 32
 
 
+@pytest.mark.parametrize("path", ["/none", "/live", "/v1/completions"])
+async def test_errors_of_the_proxy_bear_the_requests_id(kit: Any, path: str) -> None:
+    async with kit.cluster() as cluster:
+        async with cluster.session.put(cluster.url + path, headers={"X-Request-Id": "x"}) as got:
+            assert (got.status in (404, 405), got.headers["X-Request-Id"]) == (True, "x")
+        async with cluster.post([1], headers={"X-Request-Id": "x"}) as got:
+            assert (got.status, got.headers["X-Request-Id"]) == (400, "x")
+
+
 def _sides(cluster: Any) -> tuple[Any, Any]:
     return cluster.prefill, cluster.decode
 

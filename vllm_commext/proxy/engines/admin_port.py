@@ -11,7 +11,7 @@ from aiohttp import web
 from vllm_commext.errors import ConfigError
 from vllm_commext.proxy.config import engine_url
 from vllm_commext.proxy.engines.discovery import ADMIN, EngineEndpoint, Registry
-from vllm_commext.proxy.http.access_and_errors import Keys, answer_errors, hide_software
+from vllm_commext.proxy.http.access_and_errors import Keys, answer_errors, finish_head
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_WAIT_SECONDS = 3600
@@ -32,7 +32,7 @@ class AdminApp:
         app = web.Application(
             middlewares=[answer_errors, self._keys.check], client_max_size=MAX_ADMIN_BODY_BYTES
         )
-        app.on_response_prepare.append(hide_software)
+        app.on_response_prepare.append(finish_head)
         app.router.add_get("/", self._page)
         app.router.add_get("/state", self._state)
         app.router.add_get("/engines", self._show)

@@ -2,6 +2,7 @@
 
 import hmac
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm_commext.proxy.http.client_connections import begin, cut
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
 
+REQUEST_ID, _USABLE_ID = "X-Request-Id", re.compile(r"[\x21-\x7e]{1,128}")
 # Asked by what watches over the proxy, which has no key of a client.
 OPEN_PATHS = frozenset(("/live", "/ready", "/health", "/metrics"))
 
@@ -56,9 +58,16 @@ async def answer_errors(
         return _error_response(ProxyError(500, "internal", "unexpected error; see the log"))
 
 
-async def hide_software(_: web.Request, response: web.StreamResponse) -> None:
-    """Name no software and no versions."""
+async def finish_head(request: web.Request, response: web.StreamResponse) -> None:
+    """Name the request as its client does, and neither software nor versions."""
     response.headers.pop("Server", None)
+    if given := given_id(request):
+        response.headers.setdefault(REQUEST_ID, given)
+
+
+def given_id(request: web.Request) -> str:
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _USABLE_ID.fullmatch(given) else ""
 
 
 def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
