@@ -2,11 +2,10 @@
 everything is free again soon after the attacker has gone.
 
 A request's wait is judged without the time in which the machine gave the processes that serve it,
-or its client, no processor (`run_delay` of ``/proc/PID/schedstat``).  Such times may overlap, so it
+or its client, no processor (`run_delay` of ``/proc/PID/schedstat``). Such times may overlap, so it
 is never judged as less than the processor time that the victim took while the client could run: a
-client sleeps until its answer comes.  Both are printed, and an attack during which the machine has
-taken more than the bound is run once more.
-"""
+client sleeps until its answer comes. Both are printed, and an attack during which the machine has
+taken more than the bound is run once more."""
 
 from __future__ import annotations
 

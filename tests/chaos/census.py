@@ -94,9 +94,8 @@ def leak(heap_bytes: Sequence[int]) -> list[str]:
     """Whether memory grows from fault to fault and does not stop, by a sample after each.
 
     A server's heap grows as it sees new shapes of batches: by tens of MiB, in single steps, fewer
-    and fewer.  What leaks at every fault adds to every sample.  So it is the median of the steps
-    that counts, in the later half.  Fewer than ``MIN_SAMPLES`` prove nothing.
-    """
+    and fewer. What leaks at every fault adds to every sample. So it is the median of the steps that
+    counts, in the later half. Fewer than ``MIN_SAMPLES`` prove nothing."""
     if len(heap_bytes) < MIN_SAMPLES:
         return []
     steps = [after - before for before, after in pairwise(heap_bytes)]

@@ -65,8 +65,7 @@ def take_references(
 ) -> list[Known]:
     """The right answers, asked of a server that computes everything itself.
 
-    Where a model is named every other one is asked of it; ``seeds``: the second half is drawn.
-    """
+    Where a model is named every other one is asked of it; ``seeds``: the second half is drawn."""
     asked: list[tuple[tuple[int, ...], dict[str, Any]]] = []
     for number, prompt in enumerate(prompts):
         drawn = {**SEEDED, "seed": number} if seeds and number >= len(prompts) // 2 else {}

@@ -45,8 +45,7 @@ def failures(run: RunRecord, *, timed: bool = True) -> list[str]:
     """Everything for which the run has failed; empty where it has passed.
 
     ``timed`` counts a recovery that came late or at a later attempt; without it only one that did
-    not come at all.
-    """
+    not come at all."""
     found = list(run.problems)
     if run.verdicts[WRONG]:
         found.append(f"{run.verdicts[WRONG]} answers with status 200 and wrong tokens")

@@ -116,8 +116,7 @@ def take_talks(url: str, number: int, num_tokens: int, seed: int, model: str = "
     """Conversations in all forms with the answers of a server that computes everything itself.
 
     Those in which two tokens are about equally likely somewhere are left out, as batches of other
-    sizes round otherwise, and those of which that server's own stream shows less.
-    """
+    sizes round otherwise, and those of which that server's own stream shows less."""
     rng = random.Random(seed)
     found: list[Talk] = []
     while len(found) < number:

@@ -2,8 +2,7 @@
 which every token's place holds a tag.
 
 The oracle: whatever a layer of an engine would read to compute a token must hold the tags that a
-single engine would have written there.
-"""
+single engine would have written there."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 worker that knows what it was told and computes each next token from all tokens before it.
 
 The worker keeps, as vLLM's does, only what scheduler outputs tell it: prompts, the tokens that it
-has sampled itself, and for how many positions there is a KV cache.  It refuses to go on from a
-position that nobody computed or loaded.
-"""
+has sampled itself, and for how many positions there is a KV cache. It refuses to go on from a
+position that nobody computed or loaded."""
 
 import queue
 import time

@@ -1,8 +1,7 @@
 """An answer under way at one engine goes on at another one, which reads what the first one has of
 it, in vLLM's own scheduler.
 
-Blocks are told apart by what they hold: every step says which tokens it puts into which blocks.
-"""
+Blocks are told apart by what they hold: every step says which tokens it puts into which blocks."""
 
 import random
 import time

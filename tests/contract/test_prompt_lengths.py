@@ -3,8 +3,7 @@ the decode engine computes from after a load is what a single engine computes fr
 
 Of prompts that are read while they are computed, rows, cursor and plan are the product's; in NIXL's
 place a copy between the two engines' memories is made whenever the row tells of something new, or
-some steps later.
-"""
+some steps later."""
 
 import random
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,7 @@ reasoning parsers: lost after any token, a client gets what one server would hav
 
 That is a server which takes each token when it comes. A slow one takes several at once, of which
 some of vLLM's parsers make something else; then the next engine gets them in the same pieces.
-`OutputProcessor.add_request` and `OutputProcessor.process_outputs` are patched for it.
-"""
+`OutputProcessor.add_request` and `OutputProcessor.process_outputs` are patched for it."""
 
 import asyncio
 import random

@@ -2,8 +2,7 @@
 
 They are forked (see ``tests/kit/fork_server.py``) from a process that has imported what a server
 does before it loads its plugins, the same one for all. A variable of the environment is there when
-the code runs, and was not when vLLM was imported.
-"""
+the code runs, and was not when vLLM was imported."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """A plain server, and a prefill and a decode server behind our proxy, of one tiny model.
 
 The decode server recomputes what it cannot load, so that every answer can be compared. Its
-connector goes by the name of vLLM's, which the package answers to where it is told to.
-"""
+connector goes by the name of vLLM's, which the package answers to where it is told to."""
 
 import random
 import time

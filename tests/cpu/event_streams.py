@@ -68,8 +68,7 @@ def canonical(stream: Told) -> dict[str, Any]:
     taken: texts and lists end to end, by field, the counts, and every event without these, to the
     byte.
 
-    The time and a server's fingerprint are left out too.
-    """
+    The time and a server's fingerprint are left out too."""
     *events, done = stream.events
     assert done == b"data: [DONE]"
     said: dict[str, Any] = defaultdict(list)

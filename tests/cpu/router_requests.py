@@ -1,8 +1,7 @@
 """What known routers make of a client's request: the two requests, as their sources build them.
 
-docs/routers.md names the sources.  Each function sends the first request to the prefill server and
-the second one to the decode server, and returns the latter's choices.
-"""
+docs/routers.md names the sources. Each function sends the first request to the prefill server and
+the second one to the decode server, and returns the latter's choices."""
 
 import json
 import uuid

@@ -1,6 +1,5 @@
 """Two servers of different versions of vLLM read one another's cache: the answers are the same, and
-the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM.
-"""
+the blocks were read. COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM."""
 
 import os
 from collections.abc import Iterator

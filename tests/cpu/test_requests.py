@@ -4,8 +4,7 @@ are mixed up or altered. A prefill that will not be read is kept by no engine, w
 and whichever client has left.
 
 A plain server without this package is the reference. The decode server recomputes what it cannot
-load, so that every answer can be compared: one that came from another prompt's KV would differ.
-"""
+load, so that every answer can be compared: one that came from another prompt's KV would differ."""
 
 import asyncio
 import json

@@ -5,8 +5,7 @@ noticed, a decode engine with other weights shows, which then joins them.
 
 COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TEST_OLDER the folder
 that the earlier release is installed in; `make rolling` sets both. COMMEXT_TEST_LONG_TOKENS is how
-long the long answers are.
-"""
+long the long answers are."""
 
 import json
 import logging

@@ -5,8 +5,7 @@ has its peers read and write a copy of its cache in host memory, although NIXL r
 itself here.
 
 COMMEXT_TEST_TP is the tensor-parallel size, 2 unless it is set. COMMEXT_TEST_EXECUTOR is the
-executor of the server with our queue, which then goes without the toggle.
-"""
+executor of the server with our queue, which then goes without the toggle."""
 
 import os
 import signal

@@ -1,12 +1,11 @@
 """Real servers of one model at tensor-parallel sizes 1 and 2, some of two pipeline stages, which
 all both prefill and decode: dense, Mamba2 with two groups and with one, gated delta net, sliding
-window.  All have our message queue between engine and workers beside our connector.
+window. All have our message queue between engine and workers beside our connector.
 
 The oracle: after a transfer an engine computes only the last token of a prompt, and so does any
-engine that may compute as many tokens a step as the prompt has without its last one.  The engines
+engine that may compute as many tokens a step as the prompt has without its last one. The engines
 are started so, and what one answers by itself, without any transfer, is what it must answer after
-one: to the bit between equal sizes, and within what the sizes' own answers differ otherwise.
-"""
+one: to the bit between equal sizes, and within what the sizes' own answers differ otherwise."""
 
 import random
 from collections import defaultdict

@@ -1,8 +1,7 @@
-"""Building: the optional native queue is left out, and said so, where it cannot be compiled;
-`make wheels` names wrong files.
+"""Building: the optional native queue is left out, and said so, where it cannot be compiled; `make
+wheels` names wrong files.
 
-`setup.py` is run as pip runs it, on a small copy of the tree.
-"""
+`setup.py` is run as pip runs it, on a small copy of the tree."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The Dockerfile and the manifests of Kubernetes: well-formed, and true of the code that they call.
 
-Neither a Docker daemon nor a cluster is needed, so none of it is shown to run.
-"""
+Neither a Docker daemon nor a cluster is needed, so none of it is shown to run."""
 
 import functools
 import json

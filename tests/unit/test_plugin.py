@@ -1,7 +1,6 @@
 """What `register` decides, without vLLM; with it: tests/contract/test_plugin.py.
 
-vLLM is taken out of reach, so that these tests say the same whether or not it is installed.
-"""
+vLLM is taken out of reach, so that these tests say the same whether or not it is installed."""
 
 import logging
 import multiprocessing

@@ -76,8 +76,7 @@ def close_handle(address: int) -> None:
 def allocate(num_bytes: int, fill: int = 0) -> int:
     """Allocate device memory, filled with a 32-bit word, and return its address.
 
-    It is CUDA's own: no allocator of torch's takes it away, also not while vLLM sleeps.
-    """
+    It is CUDA's own: no allocator of torch's takes it away, also not while vLLM sleeps."""
     runtime = cuda_runtime()
     address = int(check(runtime.cudaMalloc(num_bytes), f"allocating {num_bytes} bytes"))
     words = fill.to_bytes(4, "little") * (min(num_bytes, FILL_BYTES) // 4)

@@ -2,8 +2,7 @@
 programmatic dependent launch where there is.
 
 Neither a compiler nor CUDA's headers are needed, and to compile no GPU: only the `cuda-bindings`
-package and the NVRTC library that it finds.
-"""
+package and the NVRTC library that it finds."""
 
 import contextlib
 import ctypes

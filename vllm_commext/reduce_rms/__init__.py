@@ -2,5 +2,4 @@
 
 Only each token's sums of squares travel, by a Lamport protocol in peer-mapped GPU memory.
 `workspace` holds that memory, `ops` registers ``torch.ops.vllm_commext.qk_rms_norm``, and `kernel`
-loads ``csrc/cuda/reduce_rms.cu``.
-"""
+loads ``csrc/cuda/reduce_rms.cu``."""

@@ -153,8 +153,7 @@ def qk_rms_norm(
 
     Takes [tokens, Q + K or more], rows with any stride, and this rank's shards of the weights, [Q]
     and [K]; returns [tokens, Q] and [tokens, K], new and contiguous. Raises ConfigError, and the
-    error of an earlier call, as `LamportWorkspace.raise_if_failed`.
-    """
+    error of an earlier call, as `LamportWorkspace.raise_if_failed`."""
     q_size, k_size = q_weight.shape[0], k_weight.shape[0]
     _check(qkv, q_size + k_size, (q_weight, k_weight))
     parts = (qkv[:, :q_size], qkv[:, q_size : q_size + k_size])

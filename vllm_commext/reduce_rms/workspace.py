@@ -291,8 +291,7 @@ def end_process_on_failure(workspace: Workspace) -> None:
     """End the process once the workspace has failed; look every second while it is there.
 
     A replayed graph runs none of our Python, and the rows of a failed workspace are NaN: an engine
-    would go on to serve nonsense. A worker that ends is what engines know how to report.
-    """
+    would go on to serve nonsense. A worker that ends is what engines know how to report."""
     if isinstance(workspace, LamportWorkspace):
         watched = weakref.ref(workspace)
         threading.Thread(

@@ -1,8 +1,7 @@
 """Engines for the tests of this folder; without NIXL there is nothing to collect.
 
 UCX reads its settings when NIXL is first imported, so they are set here: TCP over loopback, where a
-read is answered by the peer and stops with it.
-"""
+read is answered by the peer and stops with it."""
 
 import importlib.util
 import os

@@ -2,8 +2,7 @@
 
 Run as a program it is a prefill worker in a process of its own: it prints its process id and its
 description as one line (NIXL prints others), serves it where it is given a port, and goes on until
-it is ended.  It has begun with a prompt where it is told how many of its blocks are computed.
-"""
+it is ended. It has begun with a prompt where it is told how many of its blocks are computed."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def random_bytes(num_bytes: int, seed: int) -> Bytes:
 def wait_until(look: Callable[[], bool], what: str) -> None:
     """Wait for a condition; the bound only catches hangs.
 
-    A pause of the whole machine counts as one look: afterwards everybody else needs time, too.
-    """
+    A pause of the whole machine counts as one look: afterwards everybody else needs time, too."""
     waited, before = 0.0, time.monotonic()
     while not look():
         assert waited < BOUND_SECONDS, f"waited {BOUND_SECONDS:g} s for {what}"

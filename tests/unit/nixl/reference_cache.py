@@ -1,8 +1,7 @@
 """Where the reference engines keep what: models, engines and the memory of their ranks.
 
-Sizes are in bytes.  Offsets count from the start of a rank's memory; all ranks of an engine place
-things alike, only the units that they hold differ.
-"""
+Sizes are in bytes. Offsets count from the start of a rank's memory; all ranks of an engine place
+things alike, only the units that they hold differ."""
 
 import math
 from collections.abc import Sequence

@@ -1,13 +1,12 @@
 """What KV caches hold, from the meaning of the data alone: the reference for the planner.
 
 A byte that has a meaning carries a tag, a positive number made of request, layer, part, unit (head,
-group or channel of the whole model), place (token, or position in a convolution) and byte.  A byte
-without one carries a negative number that is found nowhere else.  Copied tags therefore show, byte
-for byte, what came from where and whether anything else was touched.  ``as_bytes`` makes bytes of
+group or channel of the whole model), place (token, or position in a convolution) and byte. A byte
+without one carries a negative number that is found nowhere else. Copied tags therefore show, byte
+for byte, what came from where and whether anything else was touched. ``as_bytes`` makes bytes of
 them for memory that is really transferred.
 
-Nothing here knows how a read is planned.
-"""
+Nothing here knows how a read is planned."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

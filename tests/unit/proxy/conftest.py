@@ -1,8 +1,7 @@
 """Engines that answer as a vLLM server does, or misbehave on demand, and a proxy before them.
 
-The engines are plain asyncio servers on loopback: a test sees the bytes that really arrived,
-and decides to the byte what comes back.
-"""
+The engines are plain asyncio servers on loopback: a test sees the bytes that really arrived, and
+decides to the byte what comes back."""
 
 import asyncio
 import json

@@ -1,8 +1,7 @@
 """GPUs that are not there: CUDA's memory calls and launches, for ranks that are threads.
 
 Memory is this process's own, an IPC handle holds its address, and a launch runs the kernel's source
-on the CPU. All of the package between the op and the driver is the real thing.
-"""
+on the CPU. All of the package between the op and the driver is the real thing."""
 
 import contextlib
 import ctypes

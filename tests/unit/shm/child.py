@@ -1,8 +1,7 @@
 """The other process of a test: `child.py <command> <pickled arguments in hex>`.
 
 The queue's class is that of COMMEXT_TEST_QUEUE, `ours` or `vllm`. The process prints a pickled
-object when it has come to the point that the test waits for, and its results after that.
-"""
+object when it has come to the point that the test waits for, and its results after that."""
 
 import importlib
 import os

@@ -2,8 +2,7 @@
 
 Each scenario is a few lines of the C core, quoted; their orders are read off the quotations.
 Nothing may go wrong in any execution, and with a weaker order something must: else the scenario
-would prove nothing. csrc/shm/memory_orders.md has the argument in words.
-"""
+would prove nothing. csrc/shm/memory_orders.md has the argument in words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """Every kind of array and tensor arrives as it was, or `enqueue` raises; no reader crashes.
 
-Each travels through a queue to a reader that also has to answer for what comes after it.
-"""
+Each travels through a queue to a reader that also has to answer for what comes after it."""
 
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """The ring between processes: who dies is named, who is stopped is not dead, nothing remains.
 
-The kernel says who is dead: after exec, in other pid namespaces, whatever children live on.
-"""
+The kernel says who is dead: after exec, in other pid namespaces, whatever children live on."""
 
 import fcntl
 import os

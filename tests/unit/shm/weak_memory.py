@@ -2,8 +2,7 @@
 
 A thread is a list of steps. A step may be executed before earlier ones of its thread unless it has
 to stay behind one of them (`stays_behind`): that is what a processor of the ARMv8 kind allows,
-whose stores all others see at once. `final_states` executes them in every possible order.
-"""
+whose stores all others see at once. `final_states` executes them in every possible order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +55,7 @@ Thread = Sequence[Step]
 def stays_behind(later: Step, earlier: Step) -> bool:
     """Whether no processor executes `later` before `earlier`, which comes first in the program.
 
-    A load may come before the branch that it depends on (it is speculated), a store may not.
-    """
+    A load may come before the branch that it depends on (it is speculated), a store may not."""
     if later.at == earlier.at or later.is_call or earlier.is_call:
         return True
     if earlier.loads and earlier.order in (ACQUIRE, SEQ_CST):

@@ -1,9 +1,8 @@
 """From two geometries to lanes: which bytes of a remote region land where in a local one.
 
-A lane is a pair of equally long runs of bytes, one in each region, that repeats for every cell.  A
+A lane is a pair of equally long runs of bytes, one in each region, that repeats for every cell. A
 cell is as many tokens as both sides keep together: a kernel block where both have the same, a part
-of one where they differ, a single token where one side keeps tokens apart.
-"""
+of one where they differ, a single token where one side keeps tokens apart."""
 
 from __future__ import annotations
 

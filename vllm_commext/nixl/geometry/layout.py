@@ -1,13 +1,12 @@
 """What a worker's cache looks like in memory, as sent to peers: families of regions.
 
-A region is one layer's cache.  Regions that differ only in where they begin form a family, so that
-a model of a hundred layers is described, checked and planned in a few steps.  Two families may
-share bytes: where a model has attention and state-space layers, vLLM lays them over one another
-and hands each block to one of them.
+A region is one layer's cache. Regions that differ only in where they begin form a family, so that a
+model of a hundred layers is described, checked and planned in a few steps. Two families may share
+bytes: where a model has attention and state-space layers, vLLM lays them over one another and hands
+each block to one of them.
 
 Descriptors are in NIXL's strided form, a row ``(address, length, device, stride, count)`` for
-``count`` equally long ones ``stride`` bytes apart.
-"""
+``count`` equally long ones ``stride`` bytes apart."""
 
 from collections.abc import Iterator
 from typing import Annotated

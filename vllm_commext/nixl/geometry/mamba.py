@@ -1,11 +1,10 @@
 """What a state-space layer keeps, as parts that tensor parallelism deals out separately.
 
 The convolution's state holds the inputs of several projections side by side, each dealt out by
-itself: x, B and C of Mamba2, the queries, keys and values of a gated delta net.  A rank that reads
+itself: x, B and C of Mamba2, the queries, keys and values of a gated delta net. A rank that reads
 from an engine of another tensor-parallel size therefore needs a slice of each, and one of the
-recurrent state, which is the fourth part.  Where there are fewer groups than ranks, B and C are
-replicated like KV heads: every rank that shares a group holds all of it.
-"""
+recurrent state, which is the fourth part. Where there are fewer groups than ranks, B and C are
+replicated like KV heads: every rank that shares a group holds all of it."""
 
 import math
 from collections.abc import Sequence
@@ -31,8 +30,7 @@ class StateTensor:
     """One tensor of a rank's state, as vLLM describes it.
 
     The shape is without the block dimension; a convolution's is (channels, length) or, where
-    ``dim_first`` is not set, (length, channels).
-    """
+    ``dim_first`` is not set, (length, channels)."""
 
     shape: tuple[int, ...]
     item_bytes: int

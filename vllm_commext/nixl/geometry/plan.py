@@ -2,8 +2,7 @@
 copies.
 
 A descriptor list holds, section after section, the cells of every lane: cell ``c`` of row ``r`` of
-lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``.
-"""
+lane ``l`` has the index ``offset + l*num_cells + c*num_rows + r``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,16 +1,15 @@
 """Which prefill ranks a decode rank reads from, by intervals of units.
 
 A unit is what tensor parallelism deals out whole: a KV head, a head of state-space state, a group
-of B and C projections.  With U units over N ranks, rank r holds the units ``[r*U//N, (r+1)*U//N)``;
+of B and C projections. With U units over N ranks, rank r holds the units ``[r*U//N, (r+1)*U//N)``;
 where N exceeds U, vLLM replicates each unit over N/U ranks, so that rank r holds the one unit
-``r*U//N``.  Some caches are replicated whole (multi-head latent attention).
+``r*U//N``. Some caches are replicated whole (multi-head latent attention).
 
-Each unit that a decode rank needs is read from one of the prefill ranks that hold it.  A prefill
+Each unit that a decode rank needs is read from one of the prefill ranks that hold it. A prefill
 rank without a reader must still learn that its blocks are free, by one decode rank.
 
 Of engines with pipeline stages, each stage's ranks do the same with those of every stage of the
-other engine: they read the layers that both have, and where there is none, they only say so.
-"""
+other engine: they read the layers that both have, and where there is none, they only say so."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -53,12 +52,11 @@ def check_even(split: Split, size: int, what: str) -> None:
 
 
 def units_from(split: Split, reader: Rank, source: Rank) -> tuple[int, int]:
-    """The units ``[first, end)`` that a decode rank reads from a prefill rank, empty where
-    ``first == end``.
+    """The units ``[first, end)`` that a decode rank reads from a prefill rank, empty where ``first
+    == end``.
 
     Of several holders of a unit the reader takes the one nearest to its own place, so that the
-    readers spread over the replicas.
-    """
+    readers spread over the replicas."""
     first, end = interval(split, reader)
     taken = [
         unit
@@ -111,8 +109,7 @@ def over_stages(
     """A decode worker's part in reading from all stages of a prefill engine, by worker numbers.
 
     ``found`` is its part within one stage of each engine; a prefill worker waits for all of
-    ``num_reader_stages``.
-    """
+    ``num_reader_stages``."""
 
     def numbers(ranks: Collection[int]) -> tuple[int, ...]:
         stages = range(num_stages)

@@ -1,8 +1,7 @@
 """The progress of a shard that is read while its prompt is computed, its next chunk, and the times
 at which its row is polled: often around the time when the next chunk is expected, else seldom.
 
-A chunk is expected after as long as the last one took, in proportion to its tokens.
-"""
+A chunk is expected after as long as the last one took, in proportion to its tokens."""
 
 import math
 import time

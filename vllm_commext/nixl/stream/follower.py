@@ -2,10 +2,9 @@
 next.
 
 Looks read a peer's row into memory of their own, never into blocks: a shard with nothing but a look
-under way can end at once.  The chunks themselves are ordinary reads, each with its fence behind it;
-here is only decided which comes next, and what an end of one means.  Nothing that a row says is
-relied on: what was read counts when the fence, read after it, still has the nonce.
-"""
+under way can end at once. The chunks themselves are ordinary reads, each with its fence behind it;
+here is only decided which comes next, and what an end of one means. Nothing that a row says is
+relied on: what was read counts when the fence, read after it, still has the nonce."""
 
 import time
 

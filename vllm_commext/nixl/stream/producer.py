@@ -115,8 +115,7 @@ class StreamProducer:
     """Prompts that are read while they are computed.
 
     A request's row is given back together with its fence, when no worker's blocks are read any
-    more.
-    """
+    more."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 prefill worker's writes to it.
 
 docs/design/chunk_streaming.md describes both. Ids are read in pieces of ``PIECE_IDS``, each beside
-half of the nonce in one 64-bit word, its entry: one word alone says of which nonce it is.
-"""
+half of the nonce in one 64-bit word, its entry: one word alone says of which nonce it is."""
 
 from __future__ import annotations
 

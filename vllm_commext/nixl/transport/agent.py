@@ -157,9 +157,8 @@ def progress_every(api: Any, seconds: float) -> Iterator[None]:
     """Let the agent that is made inside have a progress thread that sleeps between its turns.
 
     NIXL's Python interface fixes the pause at 0, which keeps a core busy for each agent, idle or
-    not; the native configuration that it fills takes any number of microseconds.  While the agent
-    is made, this stands in for that configuration and puts the wanted pause in.
-    """
+    not; the native configuration that it fills takes any number of microseconds. While the agent is
+    made, this stands in for that configuration and puts the wanted pause in."""
     module = importlib.import_module(api.nixl_agent.__module__)
     original = module.nixlBind.nixlAgentConfig
     microseconds = max(1, round(seconds * 1e6))

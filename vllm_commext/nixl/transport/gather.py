@@ -1,8 +1,7 @@
 """From descriptors of a read to launches of the kernel that copies pieces of mapped memory; see
 ``csrc/cuda/gather_pieces.cu``.
 
-Each launch is one of the handles that a ``Posting`` takes from ``Gatherer``.
-"""
+Each launch is one of the handles that a ``Posting`` takes from ``Gatherer``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """A read that is posted piece by piece, and looked at until all pieces have ended.
 
 NIXL holds the interpreter's lock while it makes or releases a read, in proportion to the number of
-descriptors: 40,000 of them would stop the engine's thread for milliseconds.  Long work of the I/O
+descriptors: 40,000 of them would stop the engine's thread for milliseconds. Long work of the I/O
 thread is therefore done in pieces, with a pause after each: the engine's thread then waits for one
-piece at most, and not ``sys.getswitchinterval()``, 5 ms.
-"""
+piece at most, and not ``sys.getswitchinterval()``, 5 ms."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """How fast a peer's cache can be read, measured once after the first peer of a process is reached.
 
 Some fabrics quietly fall back to TCP; requests then take a hundred times as long and nothing says
-so.  The bytes go to memory of their own and are thrown away.  No request waits for the measurement:
-it goes on, one read at a time, while there is nothing else to do.
-"""
+so. The bytes go to memory of their own and are thrown away. No request waits for the measurement:
+it goes on, one read at a time, while there is nothing else to do."""
 
 import time
 from collections.abc import Generator, Sequence

@@ -2,9 +2,8 @@
 engine.
 
 Names and meaning are those of vLLM's own NIXL connector, so that routers written for it work
-unchanged; those in ``OWN_FIELDS`` are ours, which a router passes on like the others.  Where the
-side channel has a secret, ``remote_seal`` proves all of them.
-"""
+unchanged; those in ``OWN_FIELDS`` are ours, which a router passes on like the others. Where the
+side channel has a secret, ``remote_seal`` proves all of them."""
 
 from __future__ import annotations
 

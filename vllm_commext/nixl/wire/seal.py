@@ -2,11 +2,10 @@
 are request parameters, which the fence keeps from being used twice.
 
 A request says which process asks and the number of the request there, which grows; the answering
-side remembers the numbers of each.  Clocks count only for a process that it does not know.
+side remembers the numbers of each. Clocks count only for a process that it does not know.
 
-The secret proves who asks and who answers; it hides nothing of what they say.  Nothing here logs
-it, and no message of an error holds any part of it.
-"""
+The secret proves who asks and who answers; it hides nothing of what they say. Nothing here logs it,
+and no message of an error holds any part of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The framing of the side channel: ZMTP 3.0 with the NULL mechanism, which is what ZMQ sockets
-speak, for messages of one frame.  Pure: bytes in, messages out.
+speak, for messages of one frame. Pure: bytes in, messages out.
 
 A peer that announces a frame of more bytes than are allowed, a message of several frames, or a
-command after the first one is refused before any of it is kept.  The one message of two frames that
-passes has an empty first one, as ZMQ's REQ sockets send and expect it.
-"""
+command after the first one is refused before any of it is kept. The one message of two frames that
+passes has an empty first one, as ZMQ's REQ sockets send and expect it."""
 
 from __future__ import annotations
 
