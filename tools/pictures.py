@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 WIDTH = 760
 TEXT, GRID = "#333", "#ddd"
-COLORS = ("#8a8a8a", "#d98c3f", "#b5a33c", "#2f7fc1")
+COLORS = ("#8a8a8a", "#d98c3f", "#2f7fc1")
 
 
 @dataclass
@@ -123,26 +123,22 @@ def grouped(
     return svg
 
 
-WAYS = ("replicas", "fixed", "TP 2", "ordered 12/1000")
-CELLS = (
-    ("2026-11-29_bursts", "## Two H200, bursts", "2 x H200: bursts, 7/s"),
-    ("2026-11-29_two", "Prompts of 8,000", "2 x H200: 8,000 tokens, 4.5/s"),
-    ("2026-11-29_two", "The mixed load", "2 x H200: mixed, 9/s"),
-    ("2026-11-29_two", "Conversations", "2 x H200: conversations, 2.5/s"),
-    ("2026-11-28_four", "Prompts of 8,000", "4 x H200: 8,000 tokens, 7/s"),
-    ("2026-11-28_four", "The mixed load", "4 x H200: mixed, 14/s"),
-)
+LIMITS = (12, 25)
+WORKLOADS = ("Bursts", "Documents", "The mixed load", "Conversations")
 
 
 def goodput() -> Svg:
+    """Replicas, fixed roles, and adaptive placement that was given the limit."""
     groups: list[tuple[str, list[Bar | None]]] = []
-    for anchor, heading, name in CELLS:
-        rows = {row["way"]: row for row in table_rows("goodput.md", anchor, heading)}
-        cells = [rows[way]["good, 12 ms, 1000 ms"] if way in rows else "" for way in WAYS]
-        groups.append((name, [share(cell) if cell else None for cell in cells]))
-    names = ("replicas", "fixed roles", "TP 2 engines", "adaptive")
-    title = "Percent within 1 s to the first token and 12 ms a token; lines: range of rounds"
-    return grouped(title, names, groups, 100, "%")
+    for workload in WORKLOADS:
+        rows = {row["way"]: row for row in table_rows("goodput.md", "2026-11-30_limits", workload)}
+        for limit in LIMITS:
+            ways = ("replicas", "fixed", f"ordered {limit}/1000")
+            bars = [share(rows[way][f"good, {limit} ms, 1000 ms"]) for way in ways]
+            name = workload.removeprefix("The ").lower()
+            groups.append((f"{name}, {limit} ms per token", [*bars]))
+    title = "Percent of requests within 1 s to the first token and the limit; lines: range of rounds"
+    return grouped(title, ("replicas", "fixed roles", "adaptive"), groups, 100, "%")
 
 
 def added_latency() -> Svg:
@@ -213,7 +209,7 @@ def one_request() -> Svg:
 
 
 PANELS = ("memory, MiB", "descriptors", "threads", "milliseconds in five minutes")
-SOAK_COLORS = (*COLORS, "#7d4fb5")
+SOAK_COLORS = (*COLORS[:2], "#b5a33c", COLORS[2], "#7d4fb5")
 SETTLES = 1800.0
 
 
