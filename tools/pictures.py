@@ -137,7 +137,7 @@ def goodput() -> Svg:
             bars = [share(rows[way][f"good, {limit} ms, 1000 ms"]) for way in ways]
             name = workload.removeprefix("The ").lower()
             groups.append((f"{name}, {limit} ms per token", [*bars]))
-    title = "Percent of requests within 1 s to the first token and the limit; lines: range of rounds"
+    title = "Percent within 1 s to the first token and the limit per token; lines: range of rounds"
     return grouped(title, ("replicas", "fixed roles", "adaptive"), groups, 100, "%")
 
 
