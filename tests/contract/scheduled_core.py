@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -195,6 +195,7 @@ class Core:
                 enable_chunked_prefill=True,
                 async_scheduling=is_async,
             ),
+            load_config=LoadConfig(load_format="dummy"),  # P's parameters here tell of no files
             kv_transfer_config=_transfer(role, policy, extra) if role else None,
         )
 

@@ -1,6 +1,7 @@
 """What engines of different versions of vLLM, and of transformers, compare of their models."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.kit.tiny_model import write_tiny_model
 from vllm_commext.compat.kv_connector import config_file_of
-from vllm_commext.nixl.engine_facts import _config_digest, engine_facts
+from vllm_commext.nixl.engine_facts import (
+    _config_digest,
+    _digest_of_files,
+    engine_facts,
+    weight_files,
+)
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5.1"}
 
@@ -66,6 +72,28 @@ def test_without_a_file_or_with_code_that_changes_it_the_made_configuration_coun
         assert len(digests) == 2
 
 
+def test_engines_compare_the_files_of_their_weights(tmp_path: Path) -> None:
+    """Wherever they are, a hub's snapshot too; weights of no files agree with such alone."""
+    one, same, other = (write_tiny_model(tmp_path / f"{n}", seed=n // 2) for n in range(3))
+    snapshot, hub = tmp_path / "hub" / "models--a--b" / "snapshots" / ("c" * 40), tmp_path / "hub"
+    shutil.copytree(one, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+
+    def found(model: Path | str, load_format: str = "auto", weights: str = "") -> str:
+        _digest_of_files.cache_clear()
+        told = SimpleNamespace(model=str(model), revision=None, model_weights=weights)
+        load = SimpleNamespace(load_format=load_format, download_dir=str(hub))
+        return weight_files(SimpleNamespace(model_config=told, load_config=load))  # pyright: ignore
+
+    first = found(one)
+    assert len(first) == 32
+    assert first == found(same) == found("a/b") == found(one, "safetensors") != found(other)
+    assert {found(one, "dummy"), found(one, weights="s3://a"), found("not/there")} == {""}
+    shutil.copytree(other, one, dirs_exist_ok=True)
+    assert found(one) == found(other)
+
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -97,4 +125,5 @@ def test_the_length_that_an_engine_serves_decides_how_long_rope_turns_keys(
     assert chosen.use_long_rope == is_long
     spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
-    assert engine_facts(config, cache)["long_rope"] == str(is_long)
+    found = engine_facts(config, cache)
+    assert (found["long_rope"], len(found["weight_files"])) == (str(is_long), 32)

@@ -79,8 +79,10 @@ def test_a_router_that_asks_is_told_first_what_computes_an_answer(
     core.add(request_of("after", PROMPT, asking, max_tokens=3))
     core.run("without", "after")
     marks = [one for one in core.outputs if COMPUTED_BY in (one.kv_transfer_params or ())]
-    assert [(one.request_id, one.new_token_ids) for one in marks] == [("after", [])]
-    assert next(one for one in core.outputs if one.request_id == "after") is marks[0]
+    assert [(one.request_id, one.new_token_ids) for one in marks] == [("before", []), ("after", [])]
+    assert marks[0].kv_transfer_params != marks[1].kv_transfer_params
+    for one in marks:
+        assert next(told for told in core.outputs if told.request_id == one.request_id) is one
 
 
 @pytest.mark.parametrize("state", PAUSES)

@@ -117,7 +117,8 @@ def server(
 
 class Pair:
     def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+        self._model, self._folder = folder / "model", folder
+        self._model.symlink_to(model)
         self.side_channel_port = free_port()
         self._make()
 
@@ -142,9 +143,13 @@ class Pair:
             one.signal_all(signal.SIGKILL)
             one.stop()
 
-    def restart_prefill(self) -> None:
-        """Start the prefill server anew: same engine id, same ports."""
+    def restart_prefill(self, model: Path | None = None) -> None:
+        """Start the prefill server anew: same engine id, same ports, same path of its model, where
+        there may be another one now."""
         port = self.prefill.port
+        if model is not None:
+            self._model.unlink()
+            self._model.symlink_to(model)
         self.prefill.signal_all(signal.SIGKILL)
         self.prefill.stop()
         place = (self._model, self._folder, self.side_channel_port)
@@ -279,6 +284,18 @@ def test_a_killed_peer_ends_its_reads_and_the_same_engine_comes_back(pair: Pair)
     logger.info("after the restart: %s", found)
     assert RIGHT in found[:2]
     assert found[2:] == 3 * [RIGHT]
+
+
+def test_a_restart_with_other_weights_in_the_same_place(
+    pair: Pair, model: Path, other_model: Path
+) -> None:
+    expected = complete(pair.decode.url, cluster.MODEL_NAME, new_prompt())
+    pair.restart_prefill(other_model)
+    assert pair.reference(expected.prompt).token_ids != expected.token_ids, "take another prompt"
+    outcome = pair.outcome(expected, pair.prefilled(expected.prompt))
+    pair.restart_prefill(model)
+    assert outcome == RIGHT
+    assert pair.disaggregated() == RIGHT
 
 
 def test_a_side_channel_port_in_use_ends_the_start(model: Path, tmp_path: Path) -> None:

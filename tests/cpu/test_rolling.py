@@ -1,7 +1,7 @@
 """Two prefill and two decode engines under load are upgraded one after the other, and rolled back:
 from another vLLM to this one, and from an earlier release of this package to this state. No request
 fails and no answer is wrong; long answers leave each engine at once. That a wrong one would be
-noticed, a decode engine with other weights shows, which then joins them.
+noticed, a decode engine with other weights shows, which then joins them and reads nothing of them.
 
 COMMEXT_TEST_OTHER_PYTHON is the interpreter that has the other vLLM, COMMEXT_TEST_OLDER the folder
 that the earlier release is installed in; `make rolling` sets both. COMMEXT_TEST_LONG_TOKENS is how
@@ -179,8 +179,10 @@ def roll(
 def test_an_upgrade_and_the_way_back_lose_nothing(
     engines: Engines, model: Path, other_model: Path, build: Build, reads: bool
 ) -> None:
+    place = engines.folder / "model"
+    place.symlink_to(model)
     for name in ROLES:
-        engines.start(name, build, model)
+        engines.start(name, build, place)
     for server in engines.servers.values():
         server.wait_ready()
     assert (vllm_of(engines.servers["d0"]) != VLLM) == (build is OTHER)
@@ -194,12 +196,14 @@ def test_an_upgrade_and_the_way_back_lose_nothing(
         with fleet.Load.of_known(routing.proxy.url, known, PAUSE_SECONDS) as load:
             load.go_on(BETWEEN_EVENTS)
             assert load.problems == []
-            across = [roll(engines, to, model, admin, load) for to in (HERE, build)]
+            across = [roll(engines, to, place, admin, load) for to in (HERE, build)]
         assert load.problems == []
         for read in across:
             assert all((number > 0) == reads for number in read.values()), across
         logger.info("%d right; read across: %s", load.num_right, across)
-        notice_other_weights(engines, other_model, routing, known)
+        place.unlink()
+        place.symlink_to(other_model)
+        notice_other_weights(engines, place, routing, known)
 
 
 def notice_other_weights(
@@ -220,6 +224,7 @@ def notice_other_weights(
     logger.info("with the rogue: %d right, it served %d", load.num_right, served)
     assert load.problems, f"{load.num_right} right; the rogue served {served}"
     assert all(problem.startswith("wrong") for problem in load.problems), load.problems
+    assert scrape(rogue.url).total(BLOCKS) == 0
 
 
 NUM_BODIES = 6

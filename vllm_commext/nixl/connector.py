@@ -111,7 +111,12 @@ class CommextNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 sampler=self._sampler_of(vllm_config, kv_cache_config, config),
                 streaming=streaming,
                 reusing=reusing,
-                identity=Identity(engine_facts.adapter_settings(vllm_config)),
+                identity=Identity(
+                    engine_facts.adapter_settings(vllm_config),
+                    engine_facts.weight_files(vllm_config)
+                    if config.enforce_handshake_compat
+                    else None,
+                ),
             )
             self._scheduler_side = SchedulerSide(engine)
             self._hook_in(self._scheduler_side)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -21,6 +23,8 @@ from vllm_commext.nixl.engine_context import Reusing, Streaming
 from vllm_commext.nixl.geometry.layout import FULL, STATE
 from vllm_commext.nixl.geometry.plan import keeps_every_token, num_blocks_for
 from vllm_commext.nixl.geometry.topology import Rank
+from vllm_commext.nixl.identity import digest_of_weights, snapshot_of
+from vllm_commext.nixl.log import logger
 from vllm_commext.nixl.stream.producer import Handover
 from vllm_commext.nixl.vllm_cache import (
     SERVED_SPECS,
@@ -39,6 +43,10 @@ if TYPE_CHECKING:
 # no byte of the cache.
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
+# Ways to load weights from no files, or from files of one rank each.
+_NOT_THE_FILES = frozenset(
+    ("dummy", "ipc_cache", "modelexpress", "runai_streamer_sharded", "sharded_state", "tensorizer")
+)
 # What models call the number of groups of their B and C projections.
 _NUM_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
@@ -234,6 +242,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "model": model.model,
         "revision": model.revision,
         "model_config_digest": _config_digest(model),
+        "weight_files": weight_files(vllm_config) or "(none)",
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
         "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -244,6 +253,25 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         **_long_rope(model),
     }
     return {name: str(value) for name, value in facts.items()}
+
+
+def weight_files(vllm_config: VllmConfig) -> str:
+    """A digest of the files that the engine's weights come from, "" where they come from none."""
+    load, model = vllm_config.load_config, getattr(vllm_config, "model_config", None)
+    if model is None or load.load_format in _NOT_THE_FILES or getattr(model, "model_weights", ""):
+        return ""
+    return _digest_of_files(model.model, model.revision, load.download_dir)
+
+
+@cache  # of the time of the start
+def _digest_of_files(model: str, revision: str | None, folder: str | None) -> str:
+    place = Path(model)
+    try:
+        place = place if place.exists() else snapshot_of(model, revision, folder)
+        return digest_of_weights(place)[:32]
+    except (OSError, ValueError) as error:
+        logger.warning("other weights under the name %s are not noticed: %s", model, error)
+        return ""
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:

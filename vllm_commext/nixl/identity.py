@@ -1,5 +1,5 @@
-"""Identity of what computes an engine's KV cache beside the tokens: the generation of its weights,
-and each LoRA adapter by name and content.
+"""Identity of what computes an engine's KV cache beside the tokens: the files of its weights, their
+generation, and each LoRA adapter by name and content.
 
 Nothing counts that differs between hosts without a meaning, such as an adapter's path.  What is not
 known for sure is equal to nothing: the other engine computes the prompt.
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,14 @@ _NOT_THE_ADAPTER = frozenset({"base_model_name_or_path", "revision"})
 DIGEST_SECONDS = 10.0
 """Wait for an adapter's digest after its load.  The workers read the same files meanwhile."""
 MAX_ADAPTERS = 1 << 14
+_WEIGHT_FILES = (
+    *("consolidated*.safetensors", "model*.safetensors", "*.safetensors"),
+    *("pytorch_model*.bin", "*.bin", "*.pt"),
+)
+"""vLLM reads those of the first kind that is there: others need not be on each host."""
+NUM_SAMPLES, SAMPLE_BYTES = 1 << 12, 1 << 12  # of all weight files together, and of each
+SAMPLE_READERS = 32  # samples that are read at a time, as network file systems take long for each
+WEIGHTS_SECONDS = 60.0
 RELOAD = "reload_weights"
 FIRST_VERSION = "default"  # vLLM's label of the weights that an engine starts with
 Stats = tuple[tuple[str, int, int, int], ...]
@@ -62,10 +73,35 @@ def digest_of_adapter(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _snapshot_of(repository: str) -> Path:
+def digest_of_weights(place: Path) -> str:
+    """SHA-256, hexadecimal, of the sizes and of evenly spaced samples of a model's weight files,
+    wherever they are; "" where there is none. Raises OSError, also where it takes too long."""
+    kinds = ([place],) if place.is_file() else (sorted(place.glob(one)) for one in _WEIGHT_FILES)
+    files, samples = next(filter(None, kinds), []), list[tuple[int, int]]()
+    found, pool = hashlib.sha256(), ThreadPoolExecutor(SAMPLE_READERS)
+    with ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        for path in files:
+            file = stack.enter_context(path.open("rb", buffering=0)).fileno()
+            size = os.fstat(file).st_size
+            found.update(size.to_bytes(8, "little"))
+            step = max(SAMPLE_BYTES, size * len(files) // NUM_SAMPLES)
+            samples += [(file, begin) for begin in range(0, size, step)]
+
+        def read(sample: tuple[int, int]) -> bytes:
+            return os.pread(sample[0], SAMPLE_BYTES, sample[1])
+
+        for content in pool.map(read, samples, timeout=WEIGHTS_SECONDS):
+            found.update(content)
+    return found.hexdigest() if files else ""
+
+
+def snapshot_of(repository: str, revision: str | None = None, folder: str | None = None) -> Path:
+    """Where a repository of the hub has been downloaded to; raises OSError, ValueError."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repository, local_files_only=True))
+    options: Any = {"revision": revision, "cache_dir": folder, "local_files_only": True}
+    return Path(snapshot_download(repository, **options))
 
 
 class _Adapter:
@@ -89,7 +125,7 @@ class _Adapter:
     def _read(self) -> None:
         try:
             if not self._stats:
-                self._folder = _snapshot_of(self.path)
+                self._folder = snapshot_of(self.path)
                 self._stats = self._stats_now()
             self._digest = digest_of_adapter(self._folder)
         except Exception as error:  # noqa: BLE001 whatever it is, the content is not known
@@ -166,10 +202,12 @@ class Adapters:
 
 
 class Identity:
-    """One engine's weights and adapters."""
+    """One engine's weights and adapters. files: a digest of what its weights were loaded from, ""
+    for no files; None where other engines may have other ones, by the user's word."""
 
-    def __init__(self, adapter_settings: str = "") -> None:
+    def __init__(self, adapter_settings: str = "", files: str | None = "") -> None:
         self.adapters = Adapters(adapter_settings)
+        self.files = files
         self._weights = ""
         self._version = FIRST_VERSION
 
@@ -185,13 +223,14 @@ class Identity:
             cache_salt=request.cache_salt or "",
             items=tuple((name, place.offset, place.length) for name, place in places),
             weights=self._weights,
+            files=self.files or "",
         )
 
     def mark_of(self, request: Request) -> int:
-        """64 bits of the adapter and weights that compute a request, 0 for those of the start."""
+        """64 bits, not 0, of the adapter and weights that compute a request."""
         prompt = self.prompt_of(request)
-        parts = prompt.lora, prompt.weights
-        return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:16], 16) if any(parts) else 0
+        parts = prompt.lora, prompt.weights, prompt.files
+        return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:16], 16) or 1
 
     def begin_new_weights(
         self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -297,17 +297,6 @@ class TestPeerAccess:
         assert cache.find_table(MACHINE, 2) is not None
         assert cache.find_table(without, 2) is None
 
-    def test_a_machine_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        properties = type("Properties", (), {"name": "a GPU", "uuid": "u"})()
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
-        monkeypatch.setattr(machines, "_driver_and_link", lambda _: ("1", "NV18"))
-        device = torch.device("cuda", 0)
-        assert machines.read_machine(device).link == "NV18"
-        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-        assert machines.read_machine(device).link == machines.NO_ACCESS
-
 
 class TestCache:
     table = Table(2, {"bfloat16": (Row(64, ("nccl",)),)}, "measured")

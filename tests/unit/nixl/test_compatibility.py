@@ -9,7 +9,7 @@ from vllm_commext.nixl.wire.description import GEOMETRY, check_facts, difference
 
 FACTS = {"model": "a", "dtype": "bfloat16", **dict.fromkeys(GEOMETRY, "1")}
 
-NAMES = st.sampled_from(["model", "dtype", "extra", *GEOMETRY])
+NAMES = st.sampled_from(["model", "dtype", "weight_files", *GEOMETRY])
 SETS = st.dictionaries(NAMES, st.sampled_from(["1", "2", "three"]))
 
 
@@ -49,6 +49,7 @@ def test_refused_exactly_where_it_must_be(
         assert f"{name}: decode {ours!r}, prefill {theirs!r}" in str(raised.value)
     helps = '"enforce_handshake_compat": false' in str(raised.value)
     assert helps == (not fatal & set(GEOMETRY))
+    assert ("load the same weight files" in str(raised.value)) == ("weight_files" in fatal)
 
 
 @pytest.mark.parametrize("enforce", [False, True])

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from tests.kit.stream_requests import request
 from tests.kit.tiny_lora import write_named
 from vllm_commext.nixl import identity
-from vllm_commext.nixl.identity import Identity
+from vllm_commext.nixl.identity import Identity, digest_of_weights
 from vllm_commext.nixl.reuse import root_of
 from vllm_commext.nixl.wire.prompt import digests
 
 CONTENTS = ("x", "yy", "zzz")
 METHODS = ("update_weights", "finish_weight_update")
+FILES = (["x", "x"], ["x", "y"], ["x", ""], ["", ""])  # that two engines started with
 
 
 def lora_of(name: str, path: Path | str, *, in_place: bool = False, number: int = 1) -> Any:
@@ -30,8 +31,8 @@ def lora_of(name: str, path: Path | str, *, in_place: bool = False, number: int 
     )
 
 
-def told() -> Identity:
-    made = Identity()
+def told(files: str = "") -> Identity:
+    made = Identity(files=files)
     made.adapters.is_told = True
     return made
 
@@ -99,13 +100,14 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS, STEPS | st.none(), st.sampled_from(["", "salt"]))
+@given(STEPS, STEPS | st.none(), st.sampled_from(["", "salt"]), st.sampled_from(FILES))
 @settings(max_examples=120, deadline=None)
 def test_nothing_crosses_between_worlds_that_differ_and_everything_between_equal_ones(
-    here: list[tuple[str, str]], there: list[tuple[str, str]] | None, salt: str
+    here: list[tuple[str, str]], there: list[tuple[str, str]] | None, salt: str, files: list[str]
 ) -> None:
     with TemporaryDirectory() as folder:
-        worlds = [World(Path(folder) / name) for name in ("here", "there")]
+        names = zip(("here", "there"), files, strict=True)
+        worlds = [World(Path(folder) / name, told(started)) for name, started in names]
         for world, steps in zip(worlds, (here, here if there is None else there), strict=True):
             world.write("x")
             world.load()
@@ -117,6 +119,7 @@ def test_nothing_crosses_between_worlds_that_differ_and_everything_between_equal
         roots = {root_of("facts", 4, one), root_of("facts", 4, two)}
         assert (one == two) == (len(roots) == 1)
         is_equal = worlds[0].weights == worlds[1].weights and worlds[0].loaded == worlds[1].loaded
+        is_equal = is_equal and files[0] == files[1]
         is_known = not any(world.is_changed for world in worlds)
         assert (one == two) == (is_equal and is_known)
         marks = [
@@ -124,15 +127,44 @@ def test_nothing_crosses_between_worlds_that_differ_and_everything_between_equal
             for world in worlds
         ]
         assert (marks[0] == marks[1]) == (one == two)
-        assert {part for part in one if one[part] != two.get(part)} <= {"lora", "weights"}
+        assert {part for part in one if one[part] != two.get(part)} <= {"lora", "weights", "files"}
         assert one != digests_of(worlds[0].engine, lora_of("a", worlds[0].folder), cache_salt="no")
+
+
+@given(st.lists(st.binary(min_size=1, max_size=400), min_size=1, max_size=3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_same_weight_files_elsewhere_are_the_same_and_a_changed_part_is_noticed(
+    contents: list[bytes], data: st.DataObject
+) -> None:
+    """Where it is as long as samples are apart; files that vLLM does not read do not count."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "NUM_SAMPLES", 16)
+        patch.setattr(identity, "SAMPLE_BYTES", 8)
+        places = [Path(folder) / name for name in ("here", "there")]
+        for place in places:
+            place.mkdir()
+            assert digest_of_weights(place) == ""
+            for number, content in enumerate(contents):
+                (place / f"model-{number}.safetensors").write_bytes(content)
+        (places[1] / "pytorch_model.bin").write_text("only here")
+        first = digest_of_weights(places[0])
+        assert first == digest_of_weights(places[1]) != ""
+        number = data.draw(st.integers(0, len(contents) - 1))
+        old, path = contents[number], places[1] / f"model-{number}.safetensors"
+        apart = min(len(old), max(8, len(old) * len(contents) // 16))
+        begin = data.draw(st.integers(0, len(old) - apart))
+        changed = bytes(one ^ 1 for one in old[begin : begin + apart])
+        for new in (old[:begin] + changed + old[begin + apart :], old + b"0", old[:-1]):
+            path.write_bytes(new)
+            assert digest_of_weights(places[1]) != first
+            assert digest_of_weights(path) != digest_of_weights(places[0] / path.name)
 
 
 def test_weights_and_salts_count_without_an_adapter_and_cost_nothing_more() -> None:
     one, two = told(), told()
     assert digests_of(one, None).keys() == {"tokens"}
     assert digests_of(one, None) == digests_of(two, None)
-    assert one.mark_of(request("r", "", 8)) == 0
+    assert 0 < one.mark_of(request("r", "", 8)) == two.mark_of(request("r", "", 8)) < 1 << 64
     one.begin_new_weights(lambda worker: None, (), {})()
     assert digests_of(one, None) != digests_of(two, None)
     assert digests_of(two, None, cache_salt="s").keys() == {"tokens", "cache_salt"}

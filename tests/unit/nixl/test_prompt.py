@@ -22,6 +22,7 @@ WHOLE = Prompt(
     cache_salt="salt",
     items=(("image", 0, 2), ("sound", 4, 1)),
     weights="generation",
+    files="checkpoint",
 )
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"token_ids": [7, 8, 9, 10, 12, 12]}, {"token_ids": None}],
@@ -36,6 +37,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "lora": [{"lora": "other"}, {"lora": ""}],
     "cache_salt": [{"cache_salt": "other"}, {"cache_salt": ""}],
     "weights": [{"weights": "other"}, {"weights": ""}],
+    "files": [{"files": "other"}, {"files": ""}],
     "multimodal": [
         {"items": (("other", 0, 2), ("sound", 4, 1))},
         {"items": (("image", 1, 2), ("sound", 4, 1))},

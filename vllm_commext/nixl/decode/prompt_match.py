@@ -45,8 +45,11 @@ class PromptMatch:
                 "router mix requests up, or do the engines tokenise differently?"
             )
         own = digests(self._identity.prompt_of(request), remote.num_tokens)
+        computed = dict(transfer_params.prompt)
+        if self._identity.files is None:
+            computed.pop("files", None)
         try:
-            check_prompt(own, transfer_params.prompt, source)
+            check_prompt(own, computed, source)
         except OtherWeightsError as error:
             error.remote = remote
             raise

@@ -38,8 +38,8 @@ class RemoteTokens:
         """A request came in; the answer that another decode engine has begun, if it goes on with
         one. An answer whose draws are not all known here is drawn again from its beginning."""
         sampler, params = self._engine.sampler, params_of(request) or {}
-        if params.get(TELLS) and (mark := self._engine.identity.mark_of(request)):
-            self.marks.append((request, mark))
+        if params.get(TELLS):
+            self.marks.append((request, self._engine.identity.mark_of(request)))
         answer = answer_of(params, sampler.num_tokens, request.max_tokens)
         if not answer or refusal_of(sampler, request):
             return []

@@ -144,6 +144,8 @@ def check_facts(
         f"{name}: decode {ours!r}, prefill {theirs!r}" for name, (ours, theirs) in refused.items()
     )
     remedy = "start both engines with the same value"
+    if "weight_files" in refused:
+        remedy = "load the same weight files on both engines; " + remedy
     if not any(name in GEOMETRY for name in refused):
         remedy += ', or set "enforce_handshake_compat": false if they mean the same'
     raise UnsupportedError(f"the engines' configurations differ: {listed}. Remedy: {remedy}")

@@ -24,9 +24,10 @@ PARTS = {
     "cache_salt": "cache_salt",
     "multimodal": "multimodal items",
     "weights": "weights, which were changed since the start of an engine",
+    "files": "weight files",
 }
 """Every part of a prompt, and what messages call it."""
-COMPUTED_BY = frozenset({"lora", "weights"})  # parts of the engine that computes it
+COMPUTED_BY = frozenset({"lora", "weights", "files"})  # parts of the engine that computes it
 DIGEST_DIGITS = 64
 
 
@@ -54,6 +55,7 @@ class Prompt:
             tokens).
         lora: name and content of its adapter, "" for none; see ``identity``.
         weights: generation of the engine's weights, "" for those of its start.
+        files: digest of the weight files that the engine started with.
     """
 
     num_tokens: int
@@ -64,6 +66,7 @@ class Prompt:
     cache_salt: str = ""
     items: tuple[tuple[str, int, int], ...] = ()
     weights: str = ""
+    files: str = ""
 
 
 def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
@@ -79,7 +82,7 @@ def digests(prompt: Prompt, num_tokens: int) -> dict[str, str]:
         found["tokens"] = _digest(msgspec.msgpack.encode(ids))
     if prompt.embeddings is not None:
         found["embeddings"] = _digest_of_rows(prompt, num_tokens)
-    for part in ("lora", "cache_salt", "weights"):
+    for part in ("lora", "cache_salt", "weights", "files"):
         if text := getattr(prompt, part):
             found[part] = _digest(text.encode(errors="surrogatepass"))
     items = [item for item in prompt.items if item[1] < num_tokens]

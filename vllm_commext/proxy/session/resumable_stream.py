@@ -233,7 +233,7 @@ class Transcript:
         if (found := _FIRST_ID.search(events)) is None:
             return events
         mark, first = divmod(int(found[0]), 1 << _MARK_BITS)
-        if self._told.ids and mark != self._computed_by:
+        if self._told.ids and mark and self._computed_by not in (0, mark):  # 0: it does not tell
             return None
         self._computed_by = mark
         if self.hides_ids:
