@@ -19,7 +19,7 @@ from vllm_commext.nixl.wire.seal import FrameSigner, FrameVerifier, read_secret
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"
 NONCE = b"n" * seal.NONCE_BYTES
-NOW = 1_000_000.0
+NOW = time.time() + 1e6
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 FRAME = wire.encode(REQUEST)
 REFUSED = wire.encode(wire.Refused(reason="no"))
@@ -112,6 +112,21 @@ def test_who_asks_for_the_first_time_needs_one_of_two_clocks() -> None:
     verifier.admit(numbered(3, 1, begun + 7200.0), begun + 7200.0)  # set right
     with pytest.raises(ProtocolError, match="clocks"):
         verifier.admit(numbered(4, 1, begun + 300.0 - 3600.0), begun + 300.0)
+
+
+@pytest.mark.parametrize("seconds", [[30.0, 60.0, 90.0], [100.0, 200.0]])
+def test_after_a_restart_nothing_older_than_the_window_is_replayed(seconds: list[float]) -> None:
+    """Whatever the asker, or who replays, has sent since."""
+    clock, begun = Clock(), time.time()
+    old = {number: begun - 60.0 + 12.0 * number for number in range(1, 6)}
+    verifier = FrameVerifier(SECRET, clock)
+    verifier.admit(numbered(1, 3, old[3]), begun)  # there is nothing yet to know it by
+    for number, now in enumerate((begun + one for one in seconds), 50):
+        clock.now = 1000.0 + now - begun
+        verifier.admit(numbered(1, number, now), now)
+        for one in [one for one, sent in old.items() if now - sent > seal.WINDOW_SECONDS]:
+            with pytest.raises(ProtocolError, match="replayed request" if one == 3 else "clocks"):
+                verifier.admit(numbered(1, one, old[one]), now)
 
 
 def test_a_forked_process_is_another_asker() -> None:

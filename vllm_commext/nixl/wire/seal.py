@@ -2,7 +2,7 @@
 are request parameters, which the fence keeps from being used twice.
 
 A request says which process asks and the number of the request there, which grows; the answering
-side remembers the numbers of each. Clocks count only for a process that it does not know.
+side remembers the numbers of each. Clocks count only for what may be of before it began to.
 
 The secret proves who asks and who answers; it hides nothing of what they say. Nothing here logs it,
 and no message of an error holds any part of it."""
@@ -154,9 +154,11 @@ class _Askers:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._begun = time.time() - clock()
-        # By asker, least recently heard of first: the highest number, one bit for each of those
-        # below it that was seen, the latest time of sending, and when it was heard of.
-        self._known: OrderedDict[bytes, tuple[int, int, float, float]] = OrderedDict()
+        self._surely_later = time.time() + WINDOW_SECONDS
+        # By asker, least recently heard of first: the first number that was surely sent since the
+        # start, the highest one, one bit for each of those below it that was seen, the latest time
+        # of sending, and when it was heard of.
+        self._known: OrderedDict[bytes, tuple[float, int, int, float, float]] = OrderedDict()
         self._new: dict[str, tuple[float, int]] = {}
         self._forgotten = -math.inf
 
@@ -167,26 +169,32 @@ class _Askers:
         asker = sealed.nonce[:_ASKER_BYTES]
         number = int.from_bytes(sealed.nonce[_ASKER_BYTES:], "big")
         known = self._known.get(asker)
+        first, highest, seen, latest, _ = known or (math.inf, number, 0, sealed.sent, 0.0)
+        highest, seen = _with_number(highest, seen, number)
+        if number < first:
+            self._check_time(sealed.sent, wall)
         if known is None:
-            self._meet(sealed.sent, wall, address)
-            highest, seen, latest = number, 1, sealed.sent
-        else:
-            highest, seen, latest, _ = known
-            highest, seen = _with_number(highest, seen, number)
-            latest = max(latest, sealed.sent)
-        self._known[asker] = highest, seen, latest, self._clock()
+            self._meet(address)
+        if sealed.sent > self._surely_later:
+            first = min(first, number)
+        self._known[asker] = first, highest, seen, max(latest, sealed.sent), self._clock()
         self._known.move_to_end(asker)
 
-    def _meet(self, sent: float, wall: float, address: str) -> None:
-        """Make room for an asker that is not known: its clock is all there is to go by."""
-        now = self._clock()
-        if not any(abs(one - sent) <= WINDOW_SECONDS for one in (wall, self._begun + now)):
+    def _check_time(self, sent: float, wall: float) -> None:
+        """Check what is perhaps of before the start, or of a forgotten asker: its clock is all that
+        there is to go by."""
+        begun = self._begun + self._clock()
+        if not any(abs(one - sent) <= WINDOW_SECONDS for one in (wall, begun)):
             raise ProtocolError(
                 f"the request was sealed {wall - sent:.0f} s ago by the clocks of both hosts, "
                 f"expected at most {WINDOW_SECONDS:g} s either way: set the clocks (NTP)"
             )
         if sent <= self._forgotten:
             raise ProtocolError("perhaps a replayed request: retry with another asker, later")
+
+    def _meet(self, address: str) -> None:
+        """Make room for an asker that is not known."""
+        now = self._clock()
         begun, num_new = self._new.get(address, (now, 0))
         if now - begun > 2 * WINDOW_SECONDS:
             begun, num_new = now, 0
@@ -202,7 +210,7 @@ class _Askers:
             del self._new[next(iter(self._new))]
 
     def _forget(self, now: float) -> None:
-        _, _, latest, heard = next(iter(self._known.values()))
+        *_, latest, heard = next(iter(self._known.values()))
         if now - heard <= 2 * WINDOW_SECONDS:
             raise ProtocolError(f"more than {MAX_ASKERS} askers within two minutes: retry later")
         self._known.popitem(last=False)
