@@ -6,13 +6,12 @@ import pytest
 
 from tests.chaos.census import leak
 from tests.chaos.faults import ACTIONS
-from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
+from tests.chaos.judge import ERROR, RIGHT, WRONG, Answer, judge
 from tests.chaos.schedule import KINDS
 from tests.kit.parity import Completion
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0
-GOOD = Recovery(1, 0.5, succeeded=True)
 
 
 def answer(completion: Completion | None, seconds: float = 1.0) -> Answer:
@@ -38,13 +37,6 @@ def test_an_answer_is_judged_by_its_tokens_and_logprobs(
     got: Completion | None, verdict: str
 ) -> None:
     assert judge(REFERENCE, answer(got), BOUND) == verdict
-
-
-def test_lateness_hides_no_wrong_token() -> None:
-    wrong = replace(REFERENCE, token_ids=(7, 6))
-    assert judge(REFERENCE, answer(REFERENCE, 11.0), BOUND) == LATE
-    assert judge(REFERENCE, answer(None, 11.0), BOUND) == LATE
-    assert judge(REFERENCE, answer(wrong, 11.0), BOUND) == WRONG
 
 
 # In MiB, of a decode engine: it grows by 130 as it sees its first batches, a big step comes late.

@@ -45,7 +45,7 @@ class ProxyConfig:
     port: int = 8000
     prefill_timeout_seconds: float = _option(300.0, "timeout for one whole prefill step")
     decode_timeout_seconds: float = _option(
-        600.0, "timeout for the first event of a stream; other answers have none"
+        600.0, "timeout for the first event of a stream; six times as long for other answers"
     )
     decode_idle_timeout_seconds: float = 120.0  # between two pieces of a stream
     client_timeout_seconds: float = _option(

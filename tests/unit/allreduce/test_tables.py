@@ -132,13 +132,6 @@ def test_what_is_no_table_is_refused(text: bytes) -> None:
         tables.decode(text)
 
 
-def test_a_table_says_how_far_a_backend_leads() -> None:
-    rows = (Row(8, ("a", "b")), Row(16, ("b", "a")), Row(24, ("a",)), Row(32, ("c", "a")))
-    table = Table(2, {"float16": rows}, "")
-    assert table.leads_up_to("float16", "a") == 24
-    assert table.leads_up_to("float16", "d") == table.leads_up_to("float32", "a") == 0
-
-
 def test_a_table_is_described_by_who_comes_first_up_to_which_size() -> None:
     rows = (Row(100, ("a", "b")), Row(1 << 10, ("a", "c")), Row(7680 << 10, ("b", "a")))
     (line,) = tables.describe(Table(2, {"float16": rows}, "here"))

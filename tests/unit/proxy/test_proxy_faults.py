@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.proxy.engines.engine import SILENT_SECONDS
+
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
 EVENT = b'data: {"n": 1}\n\n'
@@ -196,15 +198,45 @@ async def test_a_stream_whose_first_token_never_comes_is_aborted(
         await kit.until(lambda: cluster.decode[0].num_left == 1, "the abort to arrive")
 
 
-async def test_an_answer_in_one_piece_may_take_as_long_as_its_engine_lives(kit: Any) -> None:
+async def test_an_answer_in_one_piece_may_take_six_times_as_long(kit: Any) -> None:
     async def slow(call: Any) -> None:
         await asyncio.sleep(0.5)
         await kit.decode_ok(call)
 
-    short = {"decode_timeout_seconds": 0.05, "decode_idle_timeout_seconds": 0.05}
+    short = {"decode_timeout_seconds": 0.25, "decode_idle_timeout_seconds": 0.05}
     async with kit.cluster(**short, engine_lost_seconds=0.2) as cluster:
         cluster.decode[0].behave = slow
         assert (await cluster.ask(BODY)).status == 200
+        cluster.decode[0].behave = kit.hanging
+        assert "within 1.5 s" in await kit.expect_error(cluster, 504, "timeout", "decode")
+
+
+@pytest.mark.parametrize("kinds", [{"num_decode": 2}, {"num_prefill": 0, "num_decode": 0}])
+async def test_an_engine_that_falls_silent_is_asked_after_others_until_it_answers(
+    kit: Any, kinds: dict[str, int]
+) -> None:
+    num_both = 2 * ("num_prefill" in kinds)
+    async with kit.cluster(**kinds, num_both=num_both, decode_timeout_seconds=0.3) as cluster:
+        first, second = cluster.both or cluster.decode
+        behave, first.behave = first.behave, kit.hanging
+        assert [(await cluster.ask(STREAM)).status for _ in range(5)] == [200] * 5
+        assert [len(one.calls) for one in (first, second)] == [1, 5]
+        first.behave, state = behave, cluster.pools[1].engines[0].state
+        assert state.healthy
+        state.silent_until -= SILENT_SECONDS
+        for _ in range(4):
+            assert (await cluster.ask(STREAM)).status == 200
+        assert (len(first.calls) > 1, state.silent_until) == (True, 0.0)
+
+
+async def test_prefill_engines_that_fall_silent_are_left_out(kit: Any) -> None:
+    async with kit.cluster(num_prefill=2, prefill_timeout_seconds=0.2) as cluster:
+        for engine in cluster.prefill:
+            engine.behave = kit.hanging
+        for _ in range(4):
+            await expect_decode_alone(cluster)
+        assert [len(engine.calls) for engine in cluster.prefill] == [1, 1]
+        assert local_prefills("prefill_away", 2) in await cluster.metrics()
 
 
 async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:

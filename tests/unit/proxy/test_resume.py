@@ -388,9 +388,10 @@ PIECES: dict[str, Any] = {CHAT: {}, COMPLETIONS: {"answer_pieces": [2]}}
 
 
 def answering(
-    events: list[bytes], *, ends: bool = True, has_begun: asyncio.Event | None = None
+    events: list[bytes], *, ends: bool | None = True, has_begun: asyncio.Event | None = None
 ) -> Any:
-    """Answer with these events, of which the last one waits until the client has some."""
+    """Answer with these events, of which the last one waits until the client has some; None: then
+    it says nothing more."""
 
     async def behave(call: Any) -> None:
         await call.begin_stream()
@@ -398,6 +399,8 @@ def answering(
             if one is events[-1] and has_begun is not None:
                 await has_begun.wait()
             await call.chunk(one)
+        if ends is None:
+            await asyncio.Event().wait()
         if ends:
             await call.end_stream()
 
@@ -409,7 +412,7 @@ def result(name: Resume, count: int = 1) -> str:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("how", ["connection", "error", "abort", "end"])
+@pytest.mark.parametrize("how", ["connection", "error", "abort", "end", "silence"])
 async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str) -> None:
     begun = stream(0, path, WORDS)[:-3]
     if how == "error":
@@ -417,9 +420,10 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
     elif how == "abort":
         begun.append(event(0, path, **part(path, ""), token_ids=[], finish_reason="abort"))
     body, has_begun = {"prompt": "hello", **STREAM}, asyncio.Event()
-    async with kit.cluster(num_decode=2) as cluster:
+    ends = None if how == "silence" else how == "end"
+    async with kit.cluster(num_decode=2, decode_idle_timeout_seconds=0.5) as cluster:
         first, second = cluster.decode
-        first.behave = answering(begun, ends=how == "end", has_begun=has_begun)
+        first.behave = answering(begun, ends=ends, has_begun=has_begun)
         second.behave = answering(stream(1, path, [WORDS[0] + WORDS[1], WORDS[2]]))
         async with cluster.post(body, path) as response:
             got = await response.content.readany()

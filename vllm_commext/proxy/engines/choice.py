@@ -182,7 +182,7 @@ def _candidates(
     return [
         Candidate(one.load, one.memory.held_tokens(prefix), one)
         for one in engines
-        if one.usable and not one.state.suspected and one not in failed
+        if one.usable and not one.state.is_last and one not in failed
     ]
 
 
@@ -195,13 +195,13 @@ def least_work(
     pool: EnginePool, exclude: Collection[Engine] = (), prefix: Prefix = NO_PREFIX
 ) -> tuple[Engine, int] | None:
     """Choose by tokens under way less those it holds of the prompt, round robin among equals,
-    suspects last. Also returns the tokens it holds."""
+    suspects and silent ones last. Also returns the tokens it holds."""
     candidates = [one for one in pool.in_turn if one.usable and one not in exclude]
     if not candidates:
         return None
 
     def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
-        return choice[0].state.suspected, choice[0].work.tokens - choice[1]
+        return choice[0].state.is_last, choice[0].work.tokens - choice[1]
 
     held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
     chosen = min(held, key=until_through)  # the first of equals

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
-from vllm_commext.proxy.engines.affinity import Memory
+from vllm_commext.proxy.engines.affinity import Memory, Prefix
 from vllm_commext.proxy.policy.engine_load import EngineLoad
 from vllm_commext.proxy.policy.prompt_queue import Repeats, Turns
 
@@ -22,6 +23,9 @@ BOTH = "both"
 ENGINE_ROLES = (*ROLES, BOTH)
 # What a request weighs besides its tokens: answering it costs an engine something even so.
 REQUEST_TOKENS = 64
+SILENT_SECONDS = 60.0
+"""Others are asked first for so long after an engine has let a request time out; then one request
+at a time is sent there until it answers."""
 SideChannelFields = Mapping[str, str | int]
 
 
@@ -72,7 +76,8 @@ UNKNOWN = Capabilities()
 @dataclass(eq=False)
 class State:
     """Unhealthy until a check has passed. leaving: it goes when nothing runs. suspected: a request
-    lost its connection since the last check. doubted: it is to be checked now."""
+    lost its connection since the last check. doubted: it is to be checked now. silent_until: of the
+    monotonic clock; 0 unless it has let a request time out and answered none since."""
 
     healthy: bool = False
     draining: bool = False
@@ -82,6 +87,30 @@ class State:
     detail: str = "not checked yet"
     num_failed: int = 0
     doubted: asyncio.Event = field(default_factory=asyncio.Event)
+    silent_until: float = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() < self.silent_until
+
+    @property
+    def is_last(self) -> bool:
+        return self.suspected or self.is_silent
+
+    @contextmanager
+    def awaited(self, seconds: float) -> Iterator[None]:
+        """Wait for an answer, at most so long; meanwhile others do not after a silence."""
+        if self.silent_until:
+            self.silent_until = time.monotonic() + seconds
+        try:
+            yield
+        except BaseException as error:
+            if self.silent_until or type(error) is TimeoutError:  # none of a connection
+                self.note_silence()
+            raise
+
+    def note_silence(self) -> None:
+        self.silent_until = time.monotonic() + SILENT_SECONDS
 
     @property
     def drains(self) -> bool:
@@ -103,7 +132,7 @@ class State:
         return self.num_failed
 
     def fall(self, detail: str) -> None:
-        self.healthy, self.detail = False, detail
+        self.healthy, self.detail, self.silent_until = False, detail, 0.0
 
     def suspect(self) -> None:
         """Have the engine checked now, and others asked first."""
@@ -182,6 +211,11 @@ class Engine:
         for called in tuple(self.work.on_drain):
             called()
 
+    def note_answer(self, prefix: Prefix) -> None:
+        """It has computed a prompt that begins so."""
+        self.state.silent_until = 0.0
+        self.memory.note(prefix)
+
     def learn(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
 
@@ -201,7 +235,7 @@ class Engine:
         state, work = self.state, self.work
         told = {"name": self.name, "role": self.role, "url": self.url, "healthy": state.healthy}
         told |= {"draining": state.drains, "in_flight": work.in_flight, "tokens": work.tokens}
-        return {**told, "detail": state.detail}
+        return {**told, "detail": "a request timed out" if state.silent_until else state.detail}
 
 
 class EnginePool:
@@ -243,8 +277,9 @@ class EnginePool:
     def num_usable(self) -> int:
         return sum(engine.usable for engine in self.engines)
 
-    def has_other(self, engine: Engine) -> bool:
-        return any(one.usable and one is not engine for one in self.engines)
+    def has_other(self, engine: Engine, may_be_last: bool = True) -> bool:
+        others = (one for one in self.engines if one.usable and one is not engine)
+        return any(may_be_last or not one.state.is_last for one in others)
 
     @property
     def in_turn(self) -> tuple[Engine, ...]:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 Told = tuple[int, Mapping[str, str], bytes]
 KEY_BYTES = 16
 PICK_INTERVAL_SECONDS = 0.05
+WHOLE_TIMES = 6  # as long as a stream's first event may a whole answer take
 _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
@@ -175,7 +176,9 @@ class Upstream:
             return Prefilled(engine, params, key, job, cached)
 
         began, num = time.monotonic(), self.config.prefill_attempts
-        result = await self._ask(self.prefill_pool, num, payload, ask, list(failed), 0.0)
+        avoided = [one for one in self.prefill_pool.engines if one.state.is_silent]
+        avoided += failed
+        result = await self._ask(self.prefill_pool, num, payload, ask, avoided, 0.0)
         self.metrics.steps.prefill_seconds.observe(time.monotonic() - began)
         return result
 
@@ -320,6 +323,7 @@ class Upstream:
             engine.work.counted(payload.tokens - held),
             self._computing(engine, payload, held) as job,
             failures.of(engine, seconds, payload.tries.losses, PREFILL),
+            engine.state.awaited(seconds),
             Deadline(seconds, engine.work.on_lost),
         ):
             payload.mark(errors_phases.PREFILL_ASKED, engine)
@@ -330,7 +334,7 @@ class Upstream:
                 failures.close(response)
                 payload.mark(errors_phases.PREFILLED, engine)
             params, cached = await failures.prefilled_params(engine, response.status, answer)
-            engine.memory.note(payload.prefix)
+            engine.note_answer(payload.prefix)
             return params, cached, job
 
     async def _post_release(
@@ -343,8 +347,10 @@ class Upstream:
         return None
 
     async def _open_at(self, engine: Engine, payload: Payload, held: int) -> Opened:
-        seconds, is_stream = self.config.decode_timeout_seconds, payload.is_stream
-        bound = seconds if is_stream else None
+        is_stream, has_other = payload.is_stream, self.decode_pool.has_other(engine, False)
+        seconds = self.config.decode_timeout_seconds * (1 if is_stream else WHOLE_TIMES)
+        if is_stream and has_other and engine.state.silent_until:  # it is tried again
+            seconds = min(seconds, self.config.decode_idle_timeout_seconds)
         with ExitStack() as work:
             work.enter_context(engine.work.counted(payload.tokens))
             answer, job = self._expected(engine, payload, held)
@@ -357,8 +363,9 @@ class Upstream:
 
             work.callback(forget)
             with (
-                failures.of(engine, seconds, payload.tries.losses),
-                Deadline(bound, engine.work.on_lost),
+                failures.of(engine, seconds, payload.tries.losses, may_restart=has_other),
+                engine.state.awaited(seconds),
+                Deadline(seconds, engine.work.on_lost),
             ):
                 payload.mark(errors_phases.DECODE_ASKED, engine)
                 response = await self._post(engine, payload)
@@ -370,7 +377,7 @@ class Upstream:
                     *(engine, response, payload.endpoint.form, payload.streams, payload.edit)
                 )
             if response.status < 400:
-                engine.memory.note(payload.prefix)
+                engine.note_answer(payload.prefix)
             has_end, now = payload.streams is not None, time.monotonic()
             begins = response.status < 400 and cutter is not None
             if job is not None:

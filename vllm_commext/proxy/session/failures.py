@@ -98,15 +98,14 @@ class Watch:
 
 class Deadline(Watch):
     """`with Deadline(seconds, engine.work.on_lost): ...` raises `TimeoutError` when time is up, and
-    `EngineLostError` when the engine is lost; *seconds* None: as long as it can be reached."""
+    `EngineLostError` when the engine is lost."""
 
-    def __init__(self, seconds: float | None, on_lost: OnLost) -> None:
+    def __init__(self, seconds: float, on_lost: OnLost) -> None:
         super().__init__(on_lost)
         self._seconds = seconds
 
     def _begin(self) -> None:
-        if self._seconds is not None:
-            self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
+        self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
 
 
 @dataclass
@@ -181,7 +180,11 @@ class Tries:
 
 @contextmanager
 def of(
-    engine: Engine, timeout_seconds: float, losses: Losses | None = None, side: str = ""
+    engine: Engine,
+    timeout_seconds: float,
+    losses: Losses | None = None,
+    side: str = "",
+    may_restart: bool = False,
 ) -> Iterator[None]:
     """Turn failures of *engine* into `ProxyError`. *losses*: the request's. side: role of the step.
     After a lost connection a prefill may be repeated, but no decode with the same parameters: it
@@ -189,7 +192,7 @@ def of(
     try:
         yield
     except (TimeoutError, *_CANNOT_CONNECT, *_LOST, EngineLostError) as error:
-        raise meaning_of(engine, error, timeout_seconds, losses, side) from error
+        raise meaning_of(engine, error, timeout_seconds, losses, side, may_restart) from error
     except ProxyError as error:
         error.side = side or error.side
         noted = error if losses is None else _noted(error, losses)
@@ -217,8 +220,10 @@ def meaning_of(
     timeout_seconds: float,
     losses: Losses | None = None,
     side: str = "",
+    may_restart: bool = False,
 ) -> ProxyError:
-    """Translate *error*; suspect the engine, unless the request has lost others before."""
+    """Translate *error*; suspect the engine, unless the request has lost others before. After a
+    time-out the request goes on elsewhere if it *may restart*."""
     name, side = engine.name, side or side_of(engine)
     if lacked := errors_phases.lack(error):
         message = f"this proxy could not connect to {name}: {lacked}"
@@ -235,7 +240,8 @@ def meaning_of(
         )
     if isinstance(error, asyncio.TimeoutError):
         message = f"{name} did not answer within {timeout_seconds} s"
-        return _failure(engine, 504, "timeout", message, side=side)
+        late = _failure(engine, 504, "timeout", message, side=side, can_restart=may_restart)
+        return losses.note(late) if may_restart and losses is not None else late
     if isinstance(error, EngineLostError):
         message = f"{name} can no longer be reached, and its answer was not complete"
     else:

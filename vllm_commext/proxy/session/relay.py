@@ -128,7 +128,10 @@ class Relay:
             is_lost = isinstance(error, EngineLostError)
             if not is_lost and (self._watch is None or self._watch.is_writing):
                 raise ClientGoneError("the client closed its connection") from error
-            return Lost(failures.meaning_of(engine, error, waits.piece, self._lost()))
+            if not is_lost and isinstance(error, TimeoutError):
+                engine.state.note_silence()
+            lost = self._lost()
+            return Lost(failures.meaning_of(engine, error, waits.piece, lost, may_restart=True))
         except ProxyError as failure:
             return Lost(failure)
         except LeftError:

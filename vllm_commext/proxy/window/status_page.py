@@ -181,7 +181,7 @@ def state_of(engine: Engine) -> str:
         return "down"
     if engine.state.drains:
         return "draining"
-    return "suspected" if engine.state.suspected else "ready"
+    return "suspected" if engine.state.is_last else "ready"
 
 
 class Window:
