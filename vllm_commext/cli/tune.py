@@ -1,8 +1,7 @@
 """``vllm-commext tune allreduce --tp N``: measure the backends here, and keep what was found.
 
 A process a GPU measures, ``python -m vllm_commext.cli.tune OPTIONS`` with options as JSON; the
-command shows how far they are, and a table of microseconds.
-"""
+command shows how far they are, and a table of microseconds."""
 
 import argparse
 import json
