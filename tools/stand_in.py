@@ -28,6 +28,11 @@ from vllm_commext.bench.workload import Arrival  # noqa: E402
 MOST_BYTES, BEGINNING, NOISE = 1 << 28, 16, 0.1
 LOOPBACK = "127.0.0.1"
 EVENT = b'data: {"choices":[{"index":0,"text":" a","token_ids":[5],"finish_reason":%s}]}\n\n'
+INFO = (
+    'vllm:commext_nixl_info{engine="0",host="127.0.0.1",port="1",seal="",streams="0",reuse="0",'
+    'releases="0"} 1\n'
+)
+"""What a connector tells, so that prompts wait for their turn."""
 HANDED_OVER = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1]]}
 
 
@@ -129,13 +134,23 @@ class StandIn:
         engine = self._engine
         waiting = len(engine.queue) + len(engine.joining)
         counts = {"running": len(engine.running), "waiting": waiting}
-        return web.Response(
-            text="".join(f"vllm:num_requests_{name} {num}\n" for name, num in counts.items())
-        )
+        lines = [f"vllm:num_requests_{name} {num}\n" for name, num in counts.items()]
+        return web.Response(text="".join([INFO, *lines]))
 
 
 async def models(_: web.Request) -> web.Response:
     return web.json_response({"data": [{"id": "model", "max_model_len": 65536}]})
+
+
+def app_of(number: int) -> web.Application:
+    """An engine's endpoints; *number*: of its noise."""
+    one, app = StandIn(number), web.Application(client_max_size=MOST_BYTES)
+    app.cleanup_ctx.append(one.steps)
+    app.router.add_post("/v1/completions", one.generate)
+    app.router.add_get("/metrics", one.metrics)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", models)
+    return app
 
 
 def main() -> None:
@@ -143,13 +158,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--number", type=int, required=True, help="of its noise")
     args = parser.parse_args()
-    one, app = StandIn(args.number), web.Application(client_max_size=MOST_BYTES)
-    app.cleanup_ctx.append(one.steps)
-    app.router.add_post("/v1/completions", one.generate)
-    app.router.add_get("/metrics", one.metrics)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/health", models)
-    web.run_app(app, host=LOOPBACK, port=args.port, print=None)
+    web.run_app(app_of(args.number), host=LOOPBACK, port=args.port, print=None)
 
 
 if __name__ == "__main__":
