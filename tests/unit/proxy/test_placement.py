@@ -444,27 +444,26 @@ def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
         one.load.planned.clear()
 
 
-@pytest.mark.parametrize(
-    ("queue", "per_token", "prompts", "is_lost"),
-    [
-        (0, 0.02, 0.0, False),
-        (50000, 0.02, 0.0, True),
-        (0, STEP / 1.05, 0.0, False),
-        (0, STEP / 1.25, 0.0, True),
-        (0, STEP / 0.75, 0.5, False),
-        (0, STEP / 0.85, 0.5, True),
-    ],
-)
-def test_a_request_is_lost_that_is_late_by_far_or_by_its_first_token(
-    queue: int, per_token: float, prompts: float, is_lost: bool
-) -> None:
+def test_a_request_is_lost_that_is_late_by_far_or_by_its_first_token() -> None:
     """Not where prompts alone make tokens late. They have taken a share of the time."""
-    made = planner(first_token=1.0, per_token=per_token)
-    (one,) = engines(made, 1)
-    one.load.recent.share = prompts
-    if queue:
-        one.load.ask(queue, 0, NOW)
-    assert place(made, [], [one]).is_lost == is_lost
+    cases = [(0, 0.02, 0.0, False), (50000, 0.02, 0.0, True), (0, STEP / 1.05, 0.0, False)]
+    cases += [(0, STEP / 1.25, 0.0, True), (0, STEP / 0.75, 0.5, False), (0, STEP / 0.85, 0.5, 1)]
+    for queue, per_token, prompts, is_lost in cases:
+        made = planner(first_token=1.0, per_token=per_token)
+        (one,) = engines(made, 1)
+        one.load.recent.share = prompts
+        if queue:
+            one.load.ask(queue, 0, NOW)
+        assert place(made, [], [one]).is_lost == is_lost
+
+
+def test_what_prompts_make_late_everywhere_goes_where_most_wait() -> None:
+    made = planner(first_token=1.0, per_token=2 * STEP)
+    both = engines(made)
+    for one, tokens in zip(both, (4000, 8000), strict=True):
+        one.load.ask(tokens, 0, NOW)
+        one.load.recent.share = 0.9
+    assert place(made, both, both).prefill is both[1]
 
 
 @pytest.mark.parametrize(("needed", "is_local"), [(0.5, True), (0.9, False)])

@@ -134,9 +134,9 @@ class Chooser:
         self._turn += num if len(decode.engines) > num else 1
         is_same, placement = decode.are_both and prefill.are_both, None
         for among in (partial(self._window, name), _idlest):
-            targets = sources = _candidates(among(decode), prefix, failed)
+            targets = sources = _usable(among(decode), prefix, failed)
             if not (is_same and may_hand_over):
-                sources = _candidates(among(prefill), prefix, failed) if may_hand_over else ()
+                sources = _usable(among(prefill), prefix, failed) if may_hand_over else ()
             placement = self._planner.place(now, tokens, sources, targets)
             if placement is None or not placement.is_late or len(decode.engines) <= num:
                 break
@@ -176,11 +176,9 @@ class Chooser:
         return window
 
 
-def _candidates(
-    engines: Sequence[Engine], prefix: Prefix, failed: Collection[Engine]
-) -> list[Candidate]:
+def _usable(engines: Sequence[Engine], of: Prefix, failed: Collection[Engine]) -> list[Candidate]:
     return [
-        Candidate(one.load, one.memory.held_tokens(prefix), one)
+        Candidate(one.load, one.memory.held_tokens(of), one)
         for one in engines
         if one.usable and not one.state.is_last and one not in failed
     ]

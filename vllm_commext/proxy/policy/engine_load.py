@@ -269,10 +269,6 @@ class Speeds(SharedSpeed):
         self.handover, self.second_token = Mean(), Mean()
         """Seconds that a hand-over delays the first token, and then the second one besides."""
 
-    @property
-    def answer_seconds(self) -> float:
-        return self.lengths.mean * self.limits.tpot
-
 
 class EngineLoad:
     """What one engine has to do. when_done: called when a prompt has ended."""
@@ -305,7 +301,8 @@ class EngineLoad:
     def to_come(self, now: float) -> tuple[float, float]:
         """Planned answers that are given at a time, and their tokens: short ones make room."""
         self.planned = {one: None for one in self.planned if one.until >= now}
-        share = min(1.0, self.shared.answer_seconds / (self.shared.limits.first or math.inf) or 1.0)
+        limits, tokens = self.shared.limits, self.shared.lengths.mean
+        share = min(1.0, tokens * limits.tpot / (limits.first or math.inf) or 1.0)
         return share * len(self.planned), share * sum([one.tokens for one in self.planned])
 
     def expect(self, context_tokens: int, due: float, is_loading: bool = False) -> Answer:

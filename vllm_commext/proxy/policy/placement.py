@@ -163,11 +163,17 @@ class Planner:
         return planned
 
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
-        """All ways, without their effect on others. Late ones cost time that is free of prompts."""
-        shared = self.shared
+        """All ways, without their effect on others. Late ones cost time that is free of prompts, or
+        go where most wait, if prompts keep all engines from answers in time: one gets free."""
+        shared, options = self.shared, list[_Option]()
+        paces, slower = [one.steps.pace for one in targets], [one.steps.slower for one in targets]
+        if sources and max(slower) < shared.limits.tpot <= min(paces):
+            loads = [one.candidate.load for one in sources]
+            work = [load.prompts.seconds + load.queue.seconds for load in loads]
+            for one, seconds in zip(sources, work, strict=True):
+                one.free = 1.0 - seconds / (max(work) or 1.0)
         handover, second = shared.handover.value, shared.second_token.value
         limit = shared.limits.first or math.inf
-        options: list[_Option] = []
         for at in targets:
             first = at.busy + at.prefill
             in_time = self._share_in_time(at, 0.0) if first <= limit else 0.0
@@ -240,8 +246,7 @@ class Planner:
         if planned and by & BY_PROMPT:
             late = _share_late(lengths, backlog + more, new_left, 1)
             found += planned * (late - _share_late(lengths, backlog, left, 1))
-        at.late[by] = found
-        return found
+        return at.late.setdefault(by, found)
 
 
 def _share_late(lengths: Lengths, behind: float, left: float, had: int) -> float:
