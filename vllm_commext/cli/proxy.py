@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         return _fail(_as_typed(str(error)))
     try:
         from vllm_commext.proxy.process import fitted, raise_limit, run_loop
-        from vllm_commext.proxy.server import check, serve
+        from vllm_commext.proxy.routes_readiness_shutdown import check, serve
     except ModuleNotFoundError as error:
         return _fail(f'{error}: pip install "vllm_commext[proxy]" brings it')
     logging.basicConfig(

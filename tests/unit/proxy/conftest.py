@@ -323,7 +323,7 @@ class Cluster:
 
 async def _proxy_before(stack: AsyncExitStack, urls: dict[str, list[str]], options: Any) -> Any:
     from vllm_commext.proxy.config import ProxyConfig
-    from vllm_commext.proxy.server import ProxyApp, make_runner
+    from vllm_commext.proxy.routes_readiness_shutdown import ProxyApp, make_runner
 
     engines = {role: tuple(of_role) for role, of_role in urls.items()}
     config = ProxyConfig(**{"port": 0, **engines, **options})
@@ -347,7 +347,7 @@ async def cluster(
     """*keys*: prefill engines know them; *channel*: all engines stream, prefill engines there."""
     import aiohttp
 
-    from vllm_commext.proxy.server import connections_of, open_port
+    from vllm_commext.proxy.routes_readiness_shutdown import connections_of, open_port
 
     async with AsyncExitStack() as stack:
         servers = {

@@ -9,7 +9,8 @@ import pytest
 
 from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import SESSION_HEADER, Memory
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, most_tokens, num_samples, prompt_tokens
+from vllm_commext.proxy.http import endpoint_prompts as prompts
+from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS, prompt_tokens
 from vllm_commext.proxy.session.two_step_bodies import prefix_of
 
 LONG = "w" * 200_000
@@ -52,7 +53,7 @@ GENERATE = "/inference/v1/generate"
 )
 def test_a_request_costs_what_its_prompt_costs_wherever_that_stands(body: dict[str, Any]) -> None:
     read = arrived(body)
-    assert 0.3 < prompt_tokens(read) * num_samples(read) / 50_000 < 2.2
+    assert 0.3 < prompt_tokens(read) * prompts.num_samples(read) / 50_000 < 2.2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_request_costs_what_its_prompt_costs_wherever_that_stands(body: dict[s
 )
 def test_nothing_is_free_and_short_prompts_are_cheap(body: dict[str, Any]) -> None:
     read = arrived(body)
-    assert 0 < prompt_tokens(read) * num_samples(read) < 20
+    assert 0 < prompt_tokens(read) * prompts.num_samples(read) < 20
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_nothing_is_free_and_short_prompts_are_cheap(body: dict[str, Any]) -> No
     ],
 )
 def test_an_answers_bound_is_read_where_it_stands(path: str, body: Any, most: int) -> None:
-    assert most_tokens(ENDPOINTS[path], arrived(body)) == most
+    assert prompts.most_tokens(ENDPOINTS[path], arrived(body)) == most
 
 
 def message(role: str, text: str) -> dict[str, Any]:

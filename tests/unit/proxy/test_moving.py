@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_as_its_stream_ends_leaves_nothing(
 
 async def test_streams_move_a_few_at_a_time(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has begun to leave goes on at the other engine before the next one stops."""
-    monkeypatch.setattr("vllm_commext.proxy.server.MAX_MOVES", 1)
+    monkeypatch.setattr("vllm_commext.proxy.routes_readiness_shutdown.MAX_MOVES", 1)
     engines, num_asked, lets = Engines(COMPLETIONS), 0, asyncio.Semaphore(0)
     async with kit.cluster(num_decode=2) as cluster:
         tell(cluster, READ)

@@ -83,7 +83,7 @@ def whole_hello() -> bytes:
 
 async def test_clients_and_engines_may_speak_tls(kit: Any, tmp_path: Path) -> None:
     from vllm_commext.proxy.config import server_tls
-    from vllm_commext.proxy.server import connections_of, open_port
+    from vllm_commext.proxy.routes_readiness_shutdown import connections_of, open_port
 
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(cafile=str(cert))
@@ -136,7 +136,7 @@ async def test_handshakes_that_stall_count_as_connections(
     """They go when others come, and take nothing from those who get on. One is in progress."""
     from vllm_commext.proxy.config import server_tls
     from vllm_commext.proxy.http import client_connections as connections
-    from vllm_commext.proxy.server import open_port
+    from vllm_commext.proxy.routes_readiness_shutdown import open_port
 
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(cafile=str(cert))

@@ -11,7 +11,7 @@ from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, MIN_WEIGHT, Memory, Prefix
 from vllm_commext.proxy.engines.choice import least_work
 from vllm_commext.proxy.engines.engine import EnginePool
-from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS, prompt_tokens
+from vllm_commext.proxy.http.endpoint_prompts import CHAT, COMPLETIONS, prompt_tokens
 from vllm_commext.proxy.http.json_members import num_tokens
 from vllm_commext.proxy.session.two_step_bodies import prefix_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kit.request_bodies import arrived, awkward, json_values, run
 from vllm_commext.proxy.errors_phases import LocalPrefill
 from vllm_commext.proxy.http import json_members as body_module
-from vllm_commext.proxy.http.endpoints import COMPLETIONS
+from vllm_commext.proxy.http.endpoint_prompts import COMPLETIONS
 from vllm_commext.proxy.http.json_members import (
     RawJson,
     compacted,

@@ -240,7 +240,7 @@ class Admin:
 
 
 async def admin_of(tmp_path: Path, cluster: Any) -> Admin:
-    from vllm_commext.proxy.server import admin_port
+    from vllm_commext.proxy.routes_readiness_shutdown import admin_port
 
     (tmp_path / "token").write_text(TOKEN + "\n")
     options = {"admin_port": 0, "admin_token_file": str(tmp_path / "token")}

@@ -17,7 +17,7 @@ from vllm_commext.proxy.engines.engine import Engine, EnginePool
 from vllm_commext.proxy.engines.health_and_metrics import failed_check
 from vllm_commext.proxy.errors_phases import LocalPrefill
 from vllm_commext.proxy.http.answer_events import EventCutter
-from vllm_commext.proxy.http.endpoints import CHAT, COMPLETIONS
+from vllm_commext.proxy.http.endpoint_prompts import CHAT, COMPLETIONS
 from vllm_commext.proxy.http.json_members import encode, members_of
 from vllm_commext.proxy.session import two_step_bodies as two_step
 

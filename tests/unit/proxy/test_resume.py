@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.proxy.errors_phases import Resume
-from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS
 from vllm_commext.proxy.policy.prompt_queue import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.session.failures import MAX_RESUMES, MIN_APART
-from vllm_commext.proxy.session.resumable_stream import Room, Transcript
-from vllm_commext.proxy.session.two_step_bodies import local_prefill_reason, refusal
+from vllm_commext.proxy.session.resumable_stream import Room, Transcript, refusal
+from vllm_commext.proxy.session.two_step_bodies import local_prefill_reason
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DONE = b"data: [DONE]\n\n"
@@ -379,7 +379,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], Resume | None]] = {
 def test_what_is_not_resumed(case: str) -> None:
     path, changes, expected = REFUSALS[case]
     body, endpoint = {**STREAM, **changes}, ENDPOINTS[path]
-    assert refusal(endpoint, body, local_prefill_reason(endpoint, body)) == expected
+    assert refusal(endpoint.is_split, body, local_prefill_reason(endpoint, body)) == expected
 
 
 WORDS = [[(1, "a")], [(2, "b")], [(3, "c")]]

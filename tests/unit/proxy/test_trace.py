@@ -122,7 +122,7 @@ def test_without_an_endpoint_nothing_is_imported_and_a_lack_is_one_sentence(
 ) -> None:
     import sys
 
-    from vllm_commext.proxy.server import _trace_of
+    from vllm_commext.proxy.routes_readiness_shutdown import _trace_of
 
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
     monkeypatch.setitem(sys.modules, "vllm_commext.proxy.window.opentelemetry_spans", None)

@@ -100,7 +100,7 @@ def placed(state: Any) -> int:
 
 
 async def window_of(cluster: Any) -> Admin:
-    from vllm_commext.proxy.server import admin_port
+    from vllm_commext.proxy.routes_readiness_shutdown import admin_port
 
     lines: list[str] = []
     port = admin_port(cluster.proxy, cluster.proxy.config, lines.append)

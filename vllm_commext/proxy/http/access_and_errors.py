@@ -46,7 +46,7 @@ async def answer_errors(
     except ConfigError as error:
         return _error_response(bad_request(str(error)))
     except web.HTTPException as error:
-        return _elsewhere(request, error)
+        return _http_error(request, error)
     except ClientGoneError as gone:
         logger.info("%s", gone)
         return web.Response(status=499)  # the client is gone
@@ -70,13 +70,7 @@ def given_id(request: web.Request) -> str:
     return given if _USABLE_ID.fullmatch(given) else ""
 
 
-def _elsewhere(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Redirect where only the slash at the end is wrong, as vLLM does; else the error."""
-    path = request.path.removesuffix("/")
-    routes = {resource.canonical for resource in request.app.router.resources()}
-    if error.status == 404 and path != request.path and path in routes:
-        query = f"?{request.query_string}" if request.query_string else ""
-        return web.Response(status=307, headers={"Location": path + query})
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
     message = f"{error.reason}: {request.method} {request.path}"
     message += " is none of this proxy's routes" if error.status in (404, 405) else ""
     answer = _error_response(ProxyError(error.status, "bad_request", message))

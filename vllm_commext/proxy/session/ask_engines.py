@@ -18,7 +18,7 @@ from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.engines.choice import Chooser, Plan, least_work, orders_prompts, reads_load
 from vllm_commext.proxy.engines.engine import PREFILL, Engine, EnginePool
 from vllm_commext.proxy.errors_phases import Mark, ProxyError, Route
-from vllm_commext.proxy.http.endpoints import ENDPOINTS, Endpoint
+from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS, Endpoint
 from vllm_commext.proxy.http.json_members import encode
 from vllm_commext.proxy.policy.engine_load import Answer, Job
 from vllm_commext.proxy.session import failures

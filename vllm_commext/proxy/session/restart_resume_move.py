@@ -24,6 +24,8 @@ from vllm_commext.proxy.session.two_step_bodies import Asked
 
 logger = logging.getLogger("vllm.commext.proxy")
 
+MIN_LEFT = 16
+"""An answer with fewer tokens left is not moved."""
 MAX_MOVES = 3
 """Streams that move at a time: the more read at once, the longer each pauses."""
 PREPARE_SECONDS = 60.0
@@ -277,7 +279,7 @@ class Session:
                 async with asyncio.timeout(PREPARE_SECONDS):
                     if (result := self._reason()) is None:
                         await self._prepare(leaving)
-                        result = self._asked.reason_to_stay()
+                        result = self._reason_to_stay()
                 if result is None:
                     self._relay.leave()
                     with suppress(TimeoutError):  # a client that takes no data keeps no turn
@@ -301,7 +303,17 @@ class Session:
         """Reason to stay at an engine that drains, or None."""
         if not self._service.config.move:
             return Resume.OFF
-        return self._asked.reason_to_stay() if self._tries.may_go_on else Resume.FAILED
+        return self._reason_to_stay() if self._tries.may_go_on else Resume.FAILED
+
+    def _reason_to_stay(self) -> Resume | None:
+        """Reason why the stream ends where it is, or None."""
+        asked = self._asked
+        if (transcript := asked.transcript) is None:
+            return asked.refusal
+        if (reason := transcript.settle()) is not None:
+            return reason
+        is_ending = transcript.has_finished or asked.most - transcript.num_tokens < MIN_LEFT
+        return Resume.ENDING if is_ending else None
 
     def _changes(self, leaving: Leaving) -> dict[str, Any]:
         engines = self._service.upstream.decode_pool.engines
@@ -313,7 +325,7 @@ class Session:
         assert leaving is not None  # it has been stopped
         assert transcript is not None  # as those that stop have
         began, opened = time.monotonic(), None
-        result = self._asked.reason_to_stay() or Resume.FAILED
+        result = self._reason_to_stay() or Resume.FAILED
         seconds = self._service.config.move_pause_seconds
         may_begin_anew = self._outcome.seconds <= seconds  # it takes about as long as so far
         try:

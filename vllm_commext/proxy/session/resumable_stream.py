@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_commext.proxy.errors_phases import Resume
+from vllm_commext.proxy.errors_phases import LocalPrefill, Resume
 from vllm_commext.proxy.http.json_members import decode, dumps
 from vllm_commext.proxy.session.resume_comparison import UNKNOWN, DiffersError, Replay, edited
 from vllm_commext.proxy.session.resume_memory import Room
@@ -31,6 +31,7 @@ _FIRST_ID = re.compile(rb'(?<="prompt_token_ids":\[)\d{1,40}')
 _MARK_BITS = 32
 """A prompt's first id has above these what computes the answer, where that is asked."""
 _GIVEN_UP = ("abort", "error")
+_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
 _PLAIN = {
     "text": (b'"choices":[{"index":0,"text":"', b'","logprobs":null,"finish_reason":null,'),
     "content": (
@@ -186,6 +187,18 @@ class _Origin:
         """The last event, with `_NOTE`."""
         is_object = self.num_resumed and event.endswith(b"}" + _END)
         return event[:-3] + _NOTE % self.num_resumed + _END if is_object else event
+
+
+def refusal(is_split: bool, body: Mapping[str, Any], local: LocalPrefill | None) -> Resume | None:
+    """Reason why a stream is never resumed, or None. *local*: the reason against two steps."""
+    if not is_split or body.get("stream") is not True:
+        return Resume.ENDPOINT
+    if local in _SEVERAL:
+        return Resume.SAMPLES
+    if body.get("echo"):
+        return Resume.ECHO
+    is_known = body.get("return_token_ids") in (None, False, True)
+    return None if is_known and not body.get("return_weight_versions") else Resume.NOT_TOLD
 
 
 class Transcript:

@@ -14,11 +14,11 @@ from aiohttp import web
 from vllm_commext.proxy.engines import affinity
 from vllm_commext.proxy.engines.affinity import NO_PREFIX, Prefix
 from vllm_commext.proxy.errors_phases import AtOnce, LocalPrefill, Resume
-from vllm_commext.proxy.http import endpoints
-from vllm_commext.proxy.http.endpoints import COMPLETIONS, ENDPOINTS, Endpoint
+from vllm_commext.proxy.http import endpoint_prompts
+from vllm_commext.proxy.http.endpoint_prompts import COMPLETIONS, ENDPOINTS, Endpoint
 from vllm_commext.proxy.http.json_members import LENGTHS, RawJson, compacted, encode, in_steps
 from vllm_commext.proxy.http.request_body import checked_body
-from vllm_commext.proxy.session.resumable_stream import Room, Transcript
+from vllm_commext.proxy.session.resumable_stream import Room, Transcript, refusal
 
 KEEP_FOR_DECODE: Mapping[str, Any] = {
     **{"do_remote_decode": True, "do_remote_prefill": False},
@@ -27,10 +27,7 @@ KEEP_FOR_DECODE: Mapping[str, Any] = {
 # A stop token would end the prefill as "stopped", for which a connector need not hand over blocks;
 # the token itself is thrown away.
 _NOT_FOR_PREFILL = ("stop_token_ids",)
-_SEVERAL = (LocalPrefill.SEVERAL_SAMPLES, LocalPrefill.BEAM_SEARCH, LocalPrefill.NOT_ONE_PROMPT)
 SMALL_BYTES = 4 << 10  # of a body that is kept as it came
-MIN_LEFT = 16
-"""An answer with fewer tokens left is not moved."""
 
 
 def reason_against_both(body: Mapping[str, Any]) -> AtOnce | None:
@@ -56,7 +53,7 @@ def local_prefill_reason(
         return LocalPrefill.TRUNCATION
     if 0 in map(body.get, LENGTHS):
         return LocalPrefill.NO_GENERATION
-    if min_prompt_tokens and endpoints.prompt_tokens(body) < min_prompt_tokens:
+    if min_prompt_tokens and endpoint_prompts.prompt_tokens(body) < min_prompt_tokens:
         return LocalPrefill.SHORT_PROMPT
     return None
 
@@ -114,24 +111,10 @@ def own_params(body: Mapping[str, Any]) -> Mapping[str, Any]:
 def prefix_of(
     body: Mapping[str, Any], endpoint: Endpoint, session: str | None, tokens: int
 ) -> Prefix:
-    text, num_bytes = endpoints.prompt_text(
+    text, num_bytes = endpoint_prompts.prompt_text(
         endpoint, body, affinity.MAX_BLOCKS * affinity.BLOCK_BYTES
     )
-    return Prefix.of(endpoints.names_of(body), text, num_bytes, session, tokens)
-
-
-def refusal(
-    endpoint: Endpoint, body: Mapping[str, Any], local_reason: LocalPrefill | None
-) -> Resume | None:
-    """Reason why a stream is never resumed, or None. *local_reason*: against two steps."""
-    if not endpoint.is_split or body.get("stream") is not True:
-        return Resume.ENDPOINT
-    if local_reason in _SEVERAL:
-        return Resume.SAMPLES
-    if body.get("echo"):
-        return Resume.ECHO
-    is_known = body.get("return_token_ids") in (None, False, True)
-    return None if is_known and not body.get("return_weight_versions") else Resume.NOT_TOLD
+    return Prefix.of(endpoint_prompts.names_of(body), text, num_bytes, session, tokens)
 
 
 class Asked:
@@ -152,9 +135,9 @@ class Asked:
         self.path, self.headers = request.path, headers
         self._body = body = checked_body(body)
         endpoint = self.endpoint
-        tokens = endpoints.prompt_tokens(body)
-        self.tokens = tokens * endpoints.num_samples(body)
-        self.most = endpoints.most_tokens(endpoint, body)
+        tokens = endpoint_prompts.prompt_tokens(body)
+        self.tokens = tokens * endpoint_prompts.num_samples(body)
+        self.most = endpoint_prompts.most_tokens(endpoint, body)
         self.prefix = NO_PREFIX
         self.local_reason = local_prefill_reason(endpoint, body, min_prompt_tokens)
         if has_affinity and endpoint.computes:
@@ -166,7 +149,7 @@ class Asked:
         """Begin a transcript in *room*, if the stream can go on elsewhere."""
         if room is None:
             return
-        self.refusal = refusal(self.endpoint, self._body, self.local_reason)
+        self.refusal = refusal(self.endpoint.is_split, self._body, self.local_reason)
         if self.refusal is None:
             transcript = Transcript(room, self._body, 0)
             self.refusal = transcript.refusal
@@ -188,12 +171,3 @@ class Asked:
             body = await in_steps(compacted(self._body))
             self.transcript.keep(body, sum(map(len, encode(body))))
         self._body = {}
-
-    def reason_to_stay(self) -> Resume | None:
-        """Reason why the stream ends where it is, or None."""
-        if (transcript := self.transcript) is None:
-            return self.refusal
-        if (reason := transcript.settle()) is not None:
-            return reason
-        is_ending = transcript.has_finished or self.most - transcript.num_tokens < MIN_LEFT
-        return Resume.ENDING if is_ending else None

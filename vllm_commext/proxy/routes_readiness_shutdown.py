@@ -24,7 +24,7 @@ from vllm_commext.proxy.engines.health_and_metrics import HealthMonitor
 from vllm_commext.proxy.errors_phases import ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.http import access_and_errors as access
 from vllm_commext.proxy.http.client_connections import Connections, Door, serving
-from vllm_commext.proxy.http.endpoints import ENDPOINTS
+from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS
 from vllm_commext.proxy.http.request_body import BodyBudget, Intake
 from vllm_commext.proxy.session.ask_engines import Service, Upstream, open_session
 from vllm_commext.proxy.session.prometheus_metrics import CONTENT_TYPE, ProxyMetrics
@@ -141,6 +141,7 @@ class ProxyApp:
         for path in ("/health", "/ready"):
             app.router.add_get(path, self.ready)
         app.router.add_get("/metrics", self.render_metrics)
+        app.router.add_route("*", "/{path:.*}/", _without_slash)
         return app
 
     async def _resources(self, _: web.Application) -> AsyncIterator[None]:
@@ -235,6 +236,15 @@ class ProxyApp:
         if self._engine_key:
             headers["Authorization"] = f"Bearer {self._engine_key}"
         return headers
+
+
+async def _without_slash(request: web.Request) -> web.Response:
+    """Redirect where only the slash at the end is wrong, as vLLM does."""
+    path = request.path.removesuffix("/")
+    if path not in {resource.canonical for resource in request.app.router.resources()}:
+        raise web.HTTPNotFound
+    query = f"?{request.query_string}" if request.query_string else ""
+    return web.Response(status=307, headers={"Location": path + query})
 
 
 def _trace_of(environ: Mapping[str, str]) -> "Trace | None":
