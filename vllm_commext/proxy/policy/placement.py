@@ -165,9 +165,8 @@ class Planner:
     def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
         """All ways, without their effect on others. Late ones cost time that is free of prompts, or
         go where most wait, if prompts keep all engines from answers in time: one gets free."""
-        shared, options = self.shared, list[_Option]()
-        paces, slower = [one.steps.pace for one in targets], [one.steps.slower for one in targets]
-        if sources and max(slower) < shared.limits.tpot <= min(paces):
+        shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
+        if sources and all(one.steps.slower < tpot <= one.steps.pace for one in targets):
             loads = [one.candidate.load for one in sources]
             work = [load.prompts.seconds + load.queue.seconds for load in loads]
             for one, seconds in zip(sources, work, strict=True):
@@ -185,14 +184,15 @@ class Planner:
             first = (backlog if backlog > room else room) + one.prefill + handover
             base = one.prompt + room + DELAY_WEIGHT * first
             for at, busy, in_time in handed:
+                if at is one:
+                    continue
                 late = second
                 if busy > first:
                     late += busy - first
                     in_time = self._share_in_time(at, late)
                 cost = base + at.answer + DELAY_WEIGHT * late
                 cost -= free if first > limit else in_time or free
-                if at is not one:
-                    options.append((cost, len(options), one, at, first, late))
+                options.append((cost, len(options), one, at, first, late))
         return options
 
     def _share_in_time(self, at: _Costs, late: float) -> float:
