@@ -28,7 +28,8 @@ class Events:
 
     first, last: instants of the first and the last event with a part of the answer; gap: the
     longest time between two of them; num_tokens: what the server counts, or events with a part
-    where it does not; error: what it told of, or empty; done: whether it has ended the stream."""
+    where it does not; error: what it told of, or empty; done: whether it has ended the stream.
+    """
 
     def __init__(self) -> None:
         self.first = self.last = self.gap = 0.0
@@ -152,7 +153,8 @@ async def play(
     """Send every body at its arrival's time; wait so long for answers after the last one.
 
     Answers that have not ended by then, or that have another number of tokens than asked for, are
-    failures."""
+    failures.
+    """
     load = _Load(endpoint, arrivals, bodies, wait_seconds)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)

@@ -1,7 +1,8 @@
-"""Percentiles and goodput of a load's requests, and the verdict on two servers. Pure.
+"""Percentiles and goodput of a load's requests, and the verdict on two servers.  Pure.
 
-Seconds throughout. A request is good within limits on its time per output token and on its time to
-the first one; one that failed never is."""
+Seconds throughout.  A request is good within limits on its time per output token and on its time
+to the first one; one that failed never is.
+"""
 
 import math
 from collections import Counter
@@ -90,7 +91,8 @@ class Comparison:
 
     good, failed: requests of the first and of the second, over all rounds; total: of each; noise:
     the largest difference between two rounds of one of them, as a share, or that of `FEW` requests
-    a round, if that is more; None with one round."""
+    a round, if that is more; None with one round.
+    """
 
     limits: Limits
     good: tuple[int, int]

@@ -106,7 +106,8 @@ def bodies(
     """A streamed, greedy request of exactly ``output_tokens`` for each arrival.
 
     Tokens are the same for the same *seed* alone: two contestants of different seeds share no
-    beginning of a prompt."""
+    beginning of a prompt.
+    """
     words = [str(token).encode() for token in range(vocab_size)]
     lengths: dict[int, int] = {}
     for one in arrivals:
@@ -147,7 +148,8 @@ CHUNK_TOKENS = 16
 def timed_trace(arrivals: Sequence[Arrival]) -> str:
     """JSON lines for ``vllm bench serve --dataset-name timed_trace``, times in seconds.
 
-    What prompts share is cut to whole chunks."""
+    What prompts share is cut to whole chunks.
+    """
     ids: dict[tuple[int, int, int], int] = {}
     lines: list[str] = []
     for place, one in enumerate(arrivals):

@@ -1,7 +1,8 @@
 """``vllm-commext bench``: which of two servers keeps more requests within limits, under open load.
 
 Rounds are interleaved, the same arrivals on each endpoint in turn; how much equal rounds differ is
-the noise beside which two endpoints are compared."""
+the noise beside which two endpoints are compared.
+"""
 
 import argparse
 import asyncio

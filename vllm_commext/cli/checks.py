@@ -1,7 +1,8 @@
 """The table of `vllm-commext doctor`: for each check a name, a probe, and a remedy.
 
-`doctor` runs each group of sections as ``python -m vllm_commext.cli.checks GROUP RESULT_FILE``. A
-probe imports what it looks at inside its function, may raise, and may crash its process."""
+`doctor` runs each group of sections as ``python -m vllm_commext.cli.checks GROUP RESULT_FILE``.  A
+probe imports what it looks at inside its function, may raise, and may crash its process.
+"""
 
 import importlib
 import importlib.metadata

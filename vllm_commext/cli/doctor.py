@@ -1,7 +1,8 @@
 """``vllm-commext doctor``: what there is, what this package makes of it, and what is amiss.
 
 Every probe runs in a process of its own with a time-out, so the report is always printed, with
-vLLM, torch or NIXL absent, or with one that crashes on import or hangs."""
+vLLM, torch or NIXL absent, or with one that crashes on import or hangs.
+"""
 
 import argparse
 import contextlib
@@ -43,8 +44,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def run_guarded(probe: str, timeout_seconds: float) -> list[Check]:
     """Run a probe; a probe that fails becomes one check that says how, and raises nothing.
 
-    What the probe and its libraries print goes into files, because a pipe can be kept open by a
-    process that outlives it."""
+    What the probe and its libraries print goes into files, because a pipe can be kept open by
+    a process that outlives it.
+    """
     with tempfile.TemporaryDirectory(prefix="vllm-commext-doctor-") as folder:
         result, stderr = Path(folder, "result"), Path(folder, "stderr")
         with stderr.open("wb") as sink:

@@ -1,7 +1,8 @@
 """The command ``vllm-commext``: a table of command modules, imported when they are named.
 
 A command module has ``HELP``, ``add_arguments(parser)`` and ``run(args)``; the last returns the
-exit status. It may have an ``EPILOG``, an example that stands under its help."""
+exit status. It may have an ``EPILOG``, an example that stands under its help.
+"""
 
 import argparse
 import difflib

@@ -125,7 +125,8 @@ def _verdict(checks: Sequence[Check]) -> str:
 def _wrapped(text: str, indent: int) -> str:
     """Wrap at `LINE_COLUMNS`, all lines but the first behind `indent` blanks.
 
-    What cannot be printed is escaped: some of it a library or the environment has said."""
+    What cannot be printed is escaped: some of it a library or the environment has said.
+    """
     text = on_one_line(" ".join(text.split()))
     lines = textwrap.wrap(text, LINE_COLUMNS - indent, break_on_hyphens=False) or [""]
     return f"\n{' ' * indent}".join(lines)

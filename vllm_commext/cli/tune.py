@@ -1,7 +1,8 @@
 """``vllm-commext tune allreduce --tp N``: measure the backends here, and keep what was found.
 
 A process a GPU measures, ``python -m vllm_commext.cli.tune OPTIONS`` with options as JSON; the
-command shows how far they are, and a table of microseconds."""
+command shows how far they are, and a table of microseconds.
+"""
 
 import argparse
 import json

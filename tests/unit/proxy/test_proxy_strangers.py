@@ -192,7 +192,7 @@ async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn() -> None
     assert len(turns) == 10
 
 
-async def test_beginnings_of_requests_are_taken_a_few_at_a_time() -> None:
+async def test_ended_connections_are_taken_a_few_at_a_time() -> None:
     """What begins by one counts: it is done by the next look at all connections."""
     begun, times = connections.Connections(100, 100, 1.0).begun, list[float]()
 

@@ -82,7 +82,7 @@ class _Peer:
 
 
 class _Begun(dict["_One", Callable[[], None]]):
-    """What is to be done for connections with the beginning of a request."""
+    """What is to be done for connections with the beginning of a request, or that have ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,15 +111,15 @@ class _Begun(dict["_One", Callable[[], None]]):
         self._plan_step()
 
 
-class _Ready(dict[str, dict["_One | _Lost", None]]):
-    """Connections with a request, or a handshake, that is to begin or to end, by client."""
+class _Ready(dict[str, dict[_One, None]]):
+    """Connections with a request, or a handshake, that is to begin, by client."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_taken = 0
         self.hands = WeakValueDictionary[str, _Hands]()
 
-    def take_up(self, one: "_One | _Lost") -> None:
+    def take_up(self, one: _One) -> None:
         """Begin it: at once, or in its client's turn where many come at once."""
         if not self._num_taken:
             asyncio.get_running_loop().call_soon(self._next_turn)
@@ -180,20 +180,20 @@ class _Hands(dict["Arrival", float]):
 
 class Connections:
     def __init__(self, max_open: int, max_of_peer: int, client_seconds: float) -> None:
-        self._most = max_open, max_of_peer
+        self._max_open = max_open
+        self._max_of_peer = max_of_peer
         self.client_seconds = client_seconds
         self._peers: dict[str, _Peer] = {}
         self._waiting: dict[_One, float] = {}
         self._refused: dict[_One, asyncio.TimerHandle] = {}
-        self.begun, self.ready, self.lost = _Begun(), _Ready(), _Ready()
+        self.begun, self.ready = _Begun(), _Ready()
         self.num_open = self._num_head_bytes = 0
 
     def enter(self, one: _One) -> bool:
         """Count *one* in; False if there is no room and none to close in its place."""
         peer = self._peers.get(one.peer, _Peer())
-        max_open, max_of_peer = self._most
-        is_over = peer.num_open >= max_of_peer
-        if is_over or self.num_open >= max_open:
+        is_over = peer.num_open >= self._max_of_peer
+        if is_over or self.num_open >= self._max_open:
             oldest = self._idle_of(peer.waiting if is_over else self._waiting)
             whose = f"{one.peer} has {peer.num_open}" if is_over else f"there are {self.num_open}"
             end = "the oldest idle one goes" if oldest else "refused"
@@ -220,7 +220,7 @@ class Connections:
 
     def refuse(self, one: _One) -> None:
         """Have *one* end a little later, or when there are too many of them."""
-        if len(self._refused) >= max(32, min(self._most[0], getrlimit(RLIMIT_NOFILE)[0] // 16)):
+        if len(self._refused) >= max(32, min(self._max_open, getrlimit(RLIMIT_NOFILE)[0] // 16)):
             next(iter(self._refused)).cut()
         loop = asyncio.get_running_loop()
         self._refused[one] = loop.call_later(_REFUSED_SECONDS, one.cut)
@@ -310,7 +310,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._leave()
-        self._all.lost.take_up(_Lost(self.peer, partial(super().connection_lost, exc)))
+        self._all.begun.add(self, partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         if not self.is_open:  # refused
@@ -414,17 +414,6 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **_: Any) -> None:
         complaints.exception("http", str(args[0]) % args[1:])
-
-
-@dataclass(eq=False)
-class _Lost:
-    """A connection that has ended, whose request is to end."""
-
-    peer: str
-    take_up: Callable[[], None]
-
-    def hold(self) -> None:
-        pass
 
 
 class Arrival:
