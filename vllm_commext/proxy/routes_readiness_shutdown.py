@@ -23,7 +23,7 @@ from vllm_commext.proxy.engines.discovery import Registry, Sources, read_places
 from vllm_commext.proxy.engines.health_and_metrics import HealthMonitor
 from vllm_commext.proxy.errors_phases import ClientGoneError, Outcome, ProxyError, bad_request
 from vllm_commext.proxy.http import access_and_errors as access
-from vllm_commext.proxy.http.client_connections import Connections, Door, serving
+from vllm_commext.proxy.http.client_connections import Connections, serving
 from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS
 from vllm_commext.proxy.http.request_body import BodyBudget, Intake
 from vllm_commext.proxy.session.ask_engines import Service, Upstream, open_session
@@ -367,19 +367,23 @@ async def open_port(
     tls: ssl.SSLContext | None = None,
     *,
     reuse_port: bool = False,
-) -> Door:
+) -> asyncio.Server:
     """Listen. *reuse_port*: beside other processes that set it, too."""
     manager = runner.server
     assert manager is not None  # as the runner has been set up
-    loop, kind = asyncio.get_running_loop(), socket.SOCK_STREAM
-    found = await loop.getaddrinfo(host or None, port, type=kind, flags=socket.AI_PASSIVE)
-    opened = [
-        socket.create_server(place, family=family, backlog=_BACKLOG, reuse_port=reuse_port)
-        for family, *_, place in dict.fromkeys(found)
-    ]
-    for one in opened:  # and of each connection: what a client does not read stays outside
+    opened = await asyncio.get_running_loop().create_server(
+        lambda: connections.make(manager, tls),
+        host,
+        port,
+        backlog=_BACKLOG,
+        reuse_port=reuse_port or None,
+        start_serving=False,
+    )
+    for one in opened.sockets:  # and of each connection: what a client does not read stays outside
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-    return Door(opened, connections, manager, tls)
+    connections.bound_waits(opened)
+    await opened.start_serving()
+    return opened
 
 
 @contextmanager
@@ -409,7 +413,7 @@ def _on_signal() -> asyncio.Event:
     return stopped
 
 
-def _url(port: Door, is_tls: bool = False) -> str:
+def _url(port: asyncio.Server, is_tls: bool = False) -> str:
     host, number = port.sockets[0].getsockname()[:2]
     scheme = "https" if is_tls else "http"
     return f"{scheme}://[{host}]:{number}" if ":" in host else f"{scheme}://{host}:{number}"

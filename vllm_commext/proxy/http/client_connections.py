@@ -1,6 +1,5 @@
 """Bounds clients' connections, and what each may cost before it asks for anything.
 
-Of a new one nothing is read before its first request, or the first message of TLS, is there.
 Where there are too many, the one that has kept the proxy waiting longest (for a handshake, a head,
 or the rest of a body) is closed, if that is long enough; else the new one is refused. Requests that
 are not whole are parsed for a share of the time alone. Of those that are, a few begin at a time,
@@ -13,13 +12,12 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from resource import RLIMIT_NOFILE, getrlimit
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 from aiohttp import web
@@ -32,7 +30,7 @@ _HTTP: dict[str, Any] = {
     "access_log": None,
     "auto_decompress": False,
     "keepalive_timeout": 75.0,
-    "tcp_keepalive": False,  # the port's, see `Door`
+    "tcp_keepalive": False,  # the port's, see `Connections.bound_waits`
     "lingering_time": 5.0,
     "max_line_size": 64 << 10,
     "max_field_size": 64 << 10,
@@ -50,8 +48,8 @@ _BEGINNING_BYTES = 16 << 10
 _STEP_SECONDS, _PAUSE_SECONDS = 0.002, 0.006
 _STARTS = 2
 """Most requests that begin between two looks at all connections."""
-_ACCEPTED, _LOOKED_AT = 32, 64
-"""New connections, and those with news, at one look."""
+_ENTRY_SECONDS = 0.02
+"""uvloop takes one new connection a look. While they come, none begins for so long."""
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*(\d{1,12})|transfer-encoding:)", re.IGNORECASE)
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -64,13 +62,10 @@ _REFUSED_SECONDS = 2.0
 """A refused connection is kept until its request is read: one that is closed before is reset, and
 its client never reads the refusal."""
 _TLS_SECONDS, _HANDSHAKE = 10.0, b"\x16"
-_ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_NEWS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _MAX_HANDSHAKES = 32
 """Of one client in progress. While others of it wait, each has `MIN_IDLE_SECONDS`."""
 _NO_HTTP = "expected a request in HTTP/1.1 with a line and headers of at most 64 KiB each"
 _USER_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
-_One: TypeAlias = "Connection | Arrival"
 
 
 @dataclass
@@ -78,50 +73,52 @@ class _Peer:
     """waiting: its connections that keep the proxy waiting, oldest first, and since when."""
 
     num_open: int = 0
-    waiting: dict[_One, float] = field(default_factory=dict[_One, float])
+    waiting: dict["Connection", float] = field(default_factory=dict["Connection", float])
 
 
-class _Begun(dict["_One", Callable[[], None]]):
-    """What is to be done for connections with the beginning of a request, or that have ended."""
+class _Begun(dict["Connection", None]):
+    """Connections with the beginning of a request: a step looks at some of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._step: asyncio.Handle | None = None
-        self._end = self._next_step = 0.0
+        self._step: asyncio.TimerHandle | None = None
+        self._next_step = 0.0
 
-    def add(self, one: "_One", act: Callable[[], None]) -> None:
-        self[one] = act
+    def look_later(self, one: "Connection") -> None:
+        self[one] = None
         self._plan_step()
 
     def _plan_step(self) -> None:
         if self and self._step is None:
-            self._step = asyncio.get_running_loop().call_at(self._next_step, self._begin_step)
-
-    def _begin_step(self) -> None:
-        self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
-        self._end = time.perf_counter() + _STEP_SECONDS
-        self._look()
+            loop = asyncio.get_running_loop()
+            self._step = loop.call_at(self._next_step, self._look)
 
     def _look(self) -> None:
         self._step = None
-        for one in list(islice(self, _STARTS)):
-            self.pop(one)()
-        if self and time.perf_counter() < self._end:  # what has begun by then counts, too
-            self._step = asyncio.get_running_loop().call_soon(self._look)
+        end = time.perf_counter() + _STEP_SECONDS
+        while self and time.perf_counter() < end:
+            one = next(iter(self))
+            del self[one]
+            one.take_up()
+        self._next_step = asyncio.get_running_loop().time() + _STEP_SECONDS + _PAUSE_SECONDS
         self._plan_step()
 
 
-class _Ready(dict[str, dict[_One, None]]):
+class _Ready(dict[str, dict["Connection | Handshake", None]]):
     """Connections with a request, or a handshake, that is to begin, by client."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_taken = 0
+        self._num_taken, self._turn_end, self._num_looks = 0, 0.0, 0
         self.hands = WeakValueDictionary[str, _Hands]()
 
-    def take_up(self, one: _One) -> None:
+    def note_entered(self) -> None:
+        self._num_looks = 2  # the next one may come before that of a connection that waits
+
+    def take_up(self, one: "Connection | Handshake") -> None:
         """Begin it: at once, or in its client's turn where many come at once."""
         if not self._num_taken:
+            self._turn_end = time.perf_counter() + _ENTRY_SECONDS
             asyncio.get_running_loop().call_soon(self._next_turn)
         if self._num_taken < _STARTS:
             self._num_taken += 1
@@ -131,6 +128,10 @@ class _Ready(dict[str, dict[_One, None]]):
             self.setdefault(one.peer, {})[one] = None
 
     def _next_turn(self) -> None:
+        if self._num_looks and time.perf_counter() < self._turn_end:
+            self._num_looks -= 1
+            asyncio.get_running_loop().call_soon(self._next_turn)
+            return
         self._num_taken = 0
         while self and self._num_taken < _STARTS:
             peer = next(iter(self))
@@ -141,24 +142,21 @@ class _Ready(dict[str, dict[_One, None]]):
                 self.take_up(one)
 
 
-class _Hands(dict["Arrival", float]):
+class _Hands(dict["Handshake", float]):
     """One client's TLS handshakes in progress, oldest first; when each was begun."""
 
     def __init__(self, ready: _Ready) -> None:
         super().__init__()
-        self._ready, self._held = ready, dict[Arrival, None]()
+        self._ready, self._held = ready, dict[Handshake, None]()
 
-    def begin(self, one: "Arrival") -> None:
+    def begin(self, one: "Handshake") -> None:
         """Begin it, once few are in progress, in its client's turn."""
         if one not in self:
             self._held[one] = None
             self._go_on()
 
-    def give_up(self, one: "Arrival") -> None:
-        """Have it take its place for the second all the same: its work is done."""
+    def end(self, one: "Handshake") -> None:
         self._held.pop(one, None)
-
-    def end(self, one: "Arrival") -> None:
         self.pop(one, None)
         self._go_on()
 
@@ -170,7 +168,7 @@ class _Hands(dict["Arrival", float]):
                 if now - since < MIN_IDLE_SECONDS:
                     break
                 del self[oldest]
-                oldest.cut()
+                oldest.one.cut()
             one = next(iter(self._held))
             del self._held[one]
             self[one] = now
@@ -182,14 +180,28 @@ class Connections:
     def __init__(self, max_open: int, max_of_peer: int, client_seconds: float) -> None:
         self._max_open = max_open
         self._max_of_peer = max_of_peer
-        self.client_seconds = client_seconds
+        self._client_seconds = client_seconds
         self._peers: dict[str, _Peer] = {}
-        self._waiting: dict[_One, float] = {}
-        self._refused: dict[_One, asyncio.TimerHandle] = {}
+        self._waiting: dict[Connection, float] = {}
+        self._refused: dict[Connection, asyncio.TimerHandle] = {}
         self.begun, self.ready = _Begun(), _Ready()
         self.num_open = self._num_head_bytes = 0
 
-    def enter(self, one: _One) -> bool:
+    def bound_waits(self, port: asyncio.Server) -> None:
+        """Have the kernel end connections whose host is gone, or whose client takes nothing."""
+        for bound in port.sockets:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if _USER_TIMEOUT is not None:
+                milliseconds = max(int(self._client_seconds * 1000), 1)
+                bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
+
+    def make(
+        self, manager: web.Server, tls: ssl.SSLContext | None = None
+    ) -> "Connection | Handshake":
+        one = Connection(manager, self, asyncio.get_running_loop())
+        return one if tls is None else Handshake(one, tls, self.ready)
+
+    def enter(self, one: "Connection") -> bool:
         """Count *one* in; False if there is no room and none to close in its place."""
         peer = self._peers.get(one.peer, _Peer())
         is_over = peer.num_open >= self._max_of_peer
@@ -203,10 +215,11 @@ class Connections:
             oldest.cut()
         self._peers.setdefault(one.peer, _Peer()).num_open += 1
         self.num_open += 1
+        self.ready.note_entered()
         self.wait(one)
         return True
 
-    def _idle_of(self, waiting: dict[_One, float]) -> "_One | None":
+    def _idle_of(self, waiting: dict["Connection", float]) -> "Connection | None":
         """The one that waits longest, if that is long enough and nothing of it is to be read."""
         now = time.monotonic()
         for one, since in list(islice(waiting.items(), _MAX_LOOKS)):
@@ -218,53 +231,42 @@ class Connections:
             self.wait(one)
         return None
 
-    def refuse(self, one: _One) -> None:
+    def refuse(self, one: "Connection") -> None:
         """Have *one* end a little later, or when there are too many of them."""
         if len(self._refused) >= max(32, min(self._max_open, getrlimit(RLIMIT_NOFILE)[0] // 16)):
             next(iter(self._refused)).cut()
         loop = asyncio.get_running_loop()
         self._refused[one] = loop.call_later(_REFUSED_SECONDS, one.cut)
 
-    def leave(self, one: _One) -> None:
+    def leave(self, one: "Connection") -> None:
         if (timer := self._refused.pop(one, None)) is not None:
             timer.cancel()
-        self.begun.pop(one, None)
-        self.ready.get(one.peer, {}).pop(one, None)
         if not one.is_open:
             return
         one.is_open = False
         self.serve(one)
+        self.begun.pop(one, None)
+        self.ready.get(one.peer, {}).pop(one, None)
         self.num_open -= 1
         self._num_head_bytes -= one.num_head_bytes
         self._peers[one.peer].num_open -= 1
         if not self._peers[one.peer].num_open:
             del self._peers[one.peer]
 
-    def let_in(self, arrival: "Arrival", one: "Connection") -> None:
-        """Count *one* in place of *arrival*."""
-        if arrival in self._refused:
-            self.refuse(one)
-        one.is_open = arrival.is_open
-        if one.is_open:
-            self._peers[one.peer].num_open += 1
-            self.num_open += 1
-            self.wait(one)
-        self.leave(arrival)
-
-    def wait(self, one: _One) -> None:
+    def wait(self, one: "Connection") -> None:
         self._waiting[one] = self._peers[one.peer].waiting[one] = time.monotonic()
 
-    def serve(self, one: _One) -> None:
+    def serve(self, one: "Connection") -> None:
         self._waiting.pop(one, None)
         self._peers[one.peer].waiting.pop(one, None)
 
-    def take_head(self, one: _One, num_bytes: int) -> bool:
+    def take_head(self, one: "Connection", num_bytes: int) -> bool:
         one.num_head_bytes += num_bytes
         self._num_head_bytes += num_bytes
         is_scarce = self._num_head_bytes > MAX_HEADS_BYTES
         return one.num_head_bytes <= (_SMALL_HEAD_BYTES if is_scarce else MAX_HEAD_BYTES)
 
-    def give_head_back(self, one: _One) -> None:
+    def give_head_back(self, one: "Connection") -> None:
         self._num_head_bytes -= one.num_head_bytes
         one.num_head_bytes = 0
 
@@ -272,29 +274,44 @@ class Connections:
 class Connection(web.RequestHandler):
     """A client's connection. peer: its address, or IPv6 network. is_open: it is counted."""
 
-    def __init__(self, manager: web.Server, of_all: Connections, arrival: "Arrival") -> None:
-        super().__init__(manager, loop=asyncio.get_running_loop(), **_HTTP)
+    def __init__(
+        self, manager: web.Server, of_all: Connections, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(manager, loop=loop, **_HTTP)
         self._all = of_all
-        self._arrival: Arrival | None = arrival  # its turn is its first data's, too
-        self._reads_body = self._is_held = False
+        self._reads_body = self._is_made = self._is_held = False
         self._beginning = b""
         self._first: asyncio.TimerHandle | None = None
-        self.peer, self.is_open = arrival.peer, False
+        self.peer = ""
+        self.is_open = False
         self.num_head_bytes = 0
 
-    def connection_made(self, transport: Any) -> None:
+    def enter(self, transport: Any) -> None:
+        """Count it, if there is room."""
         self._client: asyncio.Transport = transport
-        assert self._arrival is not None
-        self._all.let_in(self._arrival, self)
-        if self._arrival.hands is not None:
-            self._arrival = None
-        if self.is_open:
-            self._wait_for_first()
-            super().connection_made(transport)
+        name = transport.get_extra_info("peername")
+        self.peer = network_of(str(name[0])) if isinstance(name, tuple) else str(name)
+        self.is_open = self._all.enter(self)
+        if not self.is_open:
+            self._all.refuse(self)
+
+    def connection_made(self, transport: Any) -> None:
+        if not self.peer:
+            self.enter(transport)
+        self._client = transport
+        if not self.is_open:
+            transport.write(_REFUSAL)
+            if transport.can_write_eof():
+                transport.write_eof()
+            self._is_made = True
+            self.data_received(b"")
             return
-        transport.write(_REFUSAL)
-        if transport.can_write_eof():
-            transport.write_eof()
+        self._wait_for_first()
+        super().connection_made(transport)
+        self._is_made = True
+        if early := self._beginning:
+            self._beginning = b""
+            self.data_received(early)
 
     def _wait_for_first(self) -> None:
         loop = asyncio.get_running_loop()
@@ -310,12 +327,12 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._leave()
-        self._all.begun.add(self, partial(super().connection_lost, exc))
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.is_open:  # refused
+        if not (self.is_open and self._is_made):  # refused, or behind the end of a handshake
             self._beginning = (self._beginning + data)[:_BEGINNING_BYTES]
-            if _is_whole(self._beginning):
+            if self._is_made and _is_whole(self._beginning):
                 self._client.close()
             return
         if not data:  # aiohttp says so to go on with what it has
@@ -332,16 +349,14 @@ class Connection(web.RequestHandler):
             self._client.pause_reading()
             return
         is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
-        is_whole = is_large or _is_whole(self._beginning)
-        if is_whole:
-            self._all.serve(self)
-        if self._reads_body or self._arrival is not None:
-            self._arrival = None
+        if not (is_large or _is_whole(self._beginning)):
+            self._all.begun.look_later(self)
+            return
+        self._all.serve(self)
+        if self._reads_body:
             self.take_up()
-        elif is_whole:
-            self._all.ready.take_up(self)
         else:
-            self._all.begun.add(self, self.take_up)
+            self._all.ready.take_up(self)
 
     def _count_head(self, num_before: int) -> bool:
         _, end, rest = self._beginning.rpartition(b"\r\n\r\n")
@@ -416,154 +431,71 @@ class Connection(web.RequestHandler):
         complaints.exception("http", str(args[0]) % args[1:])
 
 
-class Arrival:
-    """A client's connection of which nothing is read yet: until its first message is there, and its
-    turn comes, it costs a descriptor, and not the hundred kilobytes and 2 ms of TLS. hands: of its
-    client, if it speaks TLS."""
+class Handshake(asyncio.Protocol):
+    """A connection before the end of its TLS handshake; it counts like any other. TLS, which takes
+    a hundred kilobytes and 2 ms, begins when a client's first message is there, in its turn."""
 
-    num_head_bytes, is_open, _num_seen = 0, False, 0
-    _task: asyncio.Task[None] | None = None
+    def __init__(self, one: Connection, tls: ssl.SSLContext, ready: _Ready) -> None:
+        self.one, self._tls, self._ready, self._early = one, tls, ready, b""
 
-    def __init__(self, client: socket.socket, peer: str, door: "Door") -> None:
-        self.client, self.peer, self._door, self._all = client, peer, door, door.of_all
-        self._timer = asyncio.get_running_loop().call_later(_FIRST_REQUEST_SECONDS, self.cut)
-        ready = self._all.ready
-        self.hands = ready.hands.setdefault(peer, _Hands(ready)) if door.tls else None
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(_TLS_SECONDS, self.one.cut)
+        self.one.enter(transport)
+        self.peer = self.one.peer
+        self._hands = self._ready.hands.setdefault(self.peer, _Hands(self._ready))
 
-    def has_come(self) -> bool:
-        early = self._peek()
-        return early is not None and (not early or len(early) != self._num_seen)
-
-    def _peek(self) -> bytes | None:
-        """The beginning of what has come; empty if the connection has ended."""
-        try:
-            return self.client.recv(_BEGINNING_BYTES, socket.MSG_PEEK)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-
-    def look(self, events: int) -> None:
-        early = self._peek()
-        if early is None:
-            return
-        self._num_seen = len(early)
-        is_full = len(early) == _BEGINNING_BYTES
-        if not early or (self.hands is not None and events & _ENDED):
-            self.cut()
-        elif self.hands is not None:
-            num_bytes = max(5 + int.from_bytes(early[3:5]), 6)
-            if early[:1] != _HANDSHAKE or len(early) >= num_bytes or is_full:
-                self.hands.begin(self)
-        elif is_full or _is_whole(early):
-            self.begin()
-        else:
-            self._all.begun.add(self, self.take_up)
-
-    def begin(self) -> None:
-        """Let it in, in its turn."""
-        self._forget()
-        if self.is_open:
-            self._all.serve(self)
-        self._all.ready.take_up(self)
-
-    def _forget(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self._door.forget(self.client)
+        self._hands.end(self)
+        self.one.cut()
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+        num_bytes = 5 + int.from_bytes(self._early[3:5])
+        if len(self._early) > _BEGINNING_BYTES:  # no client says so much before the first answer
+            self.one.cut()
+        elif self._early[:1] != _HANDSHAKE or len(self._early) >= max(num_bytes, 6):
+            self._hands.begin(self)
 
     def hold(self) -> None:
-        """What comes meanwhile stays in the kernel."""
+        """Read on: `data_received` bounds what comes meanwhile."""
 
     def take_up(self) -> None:
-        self._forget()
-        self._task = asyncio.create_task(self._let_in())
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._timer.cancel()
+            self._task = asyncio.create_task(self._shake_hands(self._transport))
 
-    async def _let_in(self) -> None:
-        door, tls = self._door, self._door.tls
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(door.manager, self._all, self),
-                self.client,
-                ssl=tls,
-                ssl_handshake_timeout=_TLS_SECONDS if tls else None,
+    async def _shake_hands(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        began = asyncio.create_task(
+            loop.start_tls(
+                *(transport, self.one, self._tls),
+                server_side=True,
+                ssl_handshake_timeout=_TLS_SECONDS,
             )
+        )
+        await asyncio.sleep(0)
+        loop.call_soon(self._pass_on)  # behind what TLS begins with, and before it reads
+        try:
+            secured = await began
         except OSError:  # or it has been cut
-            self.cut()
+            secured = None
+        finally:
+            self._hands.end(self)
+        if secured is None or secured.is_closing():
+            self.one.cut()
         else:
-            if self.hands is not None:
-                self.hands.end(self)
+            self.one.connection_made(secured)
 
-    def cut(self) -> None:
-        self._all.leave(self)
-        if self.hands is not None:
-            self.hands.give_up(self)
-        self._forget()
-        if self._task is None:
-            self.client.close()
-        else:
-            with suppress(OSError):
-                self.client.shutdown(socket.SHUT_RDWR)
-
-
-class Door:
-    """Takes in clients' connections: many at a look, so that none waits in the kernel for long."""
-
-    def __init__(
-        self,
-        sockets: Sequence[socket.socket],
-        of_all: Connections,
-        manager: web.Server,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        self.sockets, self.of_all, self.manager, self.tls = sockets, of_all, manager, tls
-        self._loop, self._poll = asyncio.get_running_loop(), select.epoll()
-        self._ports = {one.fileno(): one for one in sockets}
-        self._arrivals: dict[int, Arrival] = {}
-        for one in sockets:
-            one.setblocking(False)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if _USER_TIMEOUT is not None:  # the kernel ends those whose client takes nothing
-                milliseconds = max(int(of_all.client_seconds * 1000), 1)
-                one.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
-            self._poll.register(one, select.EPOLLIN)
-        self._loop.add_reader(self._poll.fileno(), self._look)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._poll.fileno())
-        self._poll.close()
-        for one in (*self.sockets, *self._arrivals.values()):
-            one.close() if isinstance(one, socket.socket) else one.cut()
-
-    def forget(self, client: socket.socket) -> None:
-        if self._arrivals.pop(client.fileno(), None) and not self._poll.closed:
-            self._poll.unregister(client)
-
-    def _look(self) -> None:
-        for number, events in self._poll.poll(0, _LOOKED_AT):
-            if (port := self._ports.get(number)) is not None:
-                self._accept(port)
-            elif (one := self._arrivals.get(number)) is not None:
-                one.look(events)
-
-    def _accept(self, port: socket.socket) -> None:
-        for _ in range(_ACCEPTED):
-            try:
-                client, name = port.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptor is free
-                complaints.warning("accept", f"no connection is accepted for a second: {error}")
-                self._poll.modify(port, 0)
-                self._loop.call_later(1.0, self._poll.modify, port, select.EPOLLIN)
-                return
-            client.setblocking(False)
-            self._arrivals[client.fileno()] = one = Arrival(client, network_of(name[0]), self)
-            self._poll.register(client, _NEWS)
-            one.is_open = self.of_all.enter(one)
-            if not one.is_open:
-                self.of_all.refuse(one)
-                if self.tls is None:
-                    one.begin()
+    def _pass_on(self) -> None:
+        tls: Any = self._transport.get_protocol()
+        while self._early and tls is not self:
+            room = tls.get_buffer(len(self._early))[: len(self._early)]
+            room[:] = self._early[: len(room)]
+            tls.buffer_updated(len(room))
+            self._early = self._early[len(room) :]
 
 
 def serving(request: web.Request) -> AbstractContextManager[None]:
