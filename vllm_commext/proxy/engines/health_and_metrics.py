@@ -133,7 +133,7 @@ class HealthMonitor:
                 engine.learn(read_capabilities(page))
             if reads_cache and (cache := read_cache(page)):
                 engine.load.note_cache(*cache)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
             logger.info("%s (%s) does not say what it offers: %s", engine.name, engine.url, error)
 
     async def _ask(self, engine: Engine) -> tuple[int | None, bool, str | None]:
@@ -145,7 +145,7 @@ class HealthMonitor:
         except TimeoutError:
             seconds = self._config.health_timeout_seconds
             return None, False, f"/health did not answer within {seconds} s"
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
             if lacked := lack(error):
                 raise OSError(lacked) from error
             return None, False, f"/health failed: {reason_of(error)}"
