@@ -88,14 +88,19 @@ async def test_a_prompt_is_handed_over_where_a_running_answer_would_miss_its_lim
         assert count(page, "commext_proxy_placements", kind=kind) == 1
 
 
-async def test_an_idle_engine_is_found_where_those_looked_at_first_would_be_late(kit: Any) -> None:
-    async with kit.cluster(0, 0, num_both=12, ttft_ms=1000, affinity=False) as cluster:
+@pytest.mark.parametrize("num", [0, 40])
+async def test_engines_without_prompts_take_what_is_late_if_few_answers_pay(
+    kit: Any, num: int
+) -> None:
+    async with kit.cluster(0, 0, num_both=12, ttft_ms=1000, tpot_ms=12, affinity=False) as cluster:
         loads = [engine.load for engine in cluster.proxy.registry.engines]
         know(loads[0])
-        for load in loads[:-1]:
-            load.ask(280_000, 0, time.monotonic())
-        for _ in range(12):
-            assert (await cluster.ask(BODY)).headers["X-Commext-Decode"] == "engine11"
+        for load in loads[:-3]:
+            load.ask(8000, 0, time.monotonic())
+        for load in loads[-3:] * num:
+            load.expect(1000, time.monotonic()).begin(time.monotonic())
+        engine = (await cluster.ask({**BODY, "prompt": [5] * 2000})).headers["X-Commext-Decode"]
+        assert (engine in ("engine9", "engine10", "engine11")) is (num == 0)
 
 
 async def test_the_best_of_four_stays_the_best_where_its_first_token_is_late(kit: Any) -> None:

@@ -137,8 +137,10 @@ class Chooser:
             targets = sources = _usable(among(decode), prefix, failed)
             if not (is_same and may_hand_over):
                 sources = _usable(among(prefill), prefix, failed) if may_hand_over else ()
-            placement = self._planner.place(now, tokens, sources, targets)
-            if placement is None or not placement.is_late or len(decode.engines) <= num:
+            way = self._planner.place(now, tokens, sources, targets)
+            if placement is None or (way is not None and way.cost < placement.cost):
+                placement = way
+            if way is None or not way.is_late or len(decode.engines) <= num:
                 break
         if placement is None:
             return Plan()

@@ -41,7 +41,8 @@ class Candidate(NamedTuple):
 class Way(NamedTuple):
     """Where a request goes, with expected seconds. is_late: the first token is expected after its
     limit; is_lost: that, or tokens too slow. other: seconds to the first token and for each other
-    by a hand-over in place of one engine, or by one in place of a hand-over."""
+    by a hand-over in place of one engine, or by one in place of a hand-over. cost: in missed
+    limits, its own and others'."""
 
     prefill: Candidate
     decode: Candidate
@@ -50,6 +51,7 @@ class Way(NamedTuple):
     is_late: bool = False
     is_lost: bool = False
     other: tuple[float, float] | None = None
+    cost: float = 0.0
 
     @property
     def is_local(self) -> bool:
@@ -153,7 +155,7 @@ class Planner:
         lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.steps.slower > tpot * LONG_STEP)
         turned = (one for one in options if (one[2] is one[3]) != is_local)
         other = next(((one[4], one[3].steps.pace + one[5] / length) for one in turned), None)
-        return Way(source.candidate, at.candidate, first, per_token, is_late, lost, other)
+        return Way(source.candidate, at.candidate, first, per_token, is_late, lost, other, least)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
         """Note an answer where it is to be, unless it is lost: that comes when it comes."""
