@@ -26,7 +26,7 @@ from goodputs.simulated import LOADS, SATURATION  # noqa: E402
 from tools import stand_in  # noqa: E402
 from vllm_commext.bench import client, figures, workload  # noqa: E402
 from vllm_commext.limits import Limits  # noqa: E402
-from vllm_commext.proxy import server  # noqa: E402
+from vllm_commext.proxy import routes_readiness_shutdown as server  # noqa: E402
 from vllm_commext.proxy.config import ProxyConfig  # noqa: E402
 
 LOOPBACK, VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = "127.0.0.1", 32000, 3.0, 8.0
