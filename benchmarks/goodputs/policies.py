@@ -173,7 +173,7 @@ class Adaptive:
         return [(self._turn + idx) % num for idx in range(size)]
 
     def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
-        return self.planner.place(now, tokens, up, up)
+        return self.planner.place(now, tokens, up, up, len(up) == len(self.loads))
 
     def next(
         self, engine: int, waiting: Sequence[Request], now: float

@@ -137,10 +137,11 @@ class Chooser:
             targets = sources = _usable(among(decode), prefix, failed)
             if not (is_same and may_hand_over):
                 sources = _usable(among(prefill), prefix, failed) if may_hand_over else ()
-            way = self._planner.place(now, tokens, sources, targets)
+            are_all = len(decode.engines) <= num
+            way = self._planner.place(now, tokens, sources, targets, are_all)
             if placement is None or (way is not None and way.cost < placement.cost):
                 placement = way
-            if way is None or not way.is_late or len(decode.engines) <= num:
+            if way is None or not way.is_late or are_all:
                 break
         if placement is None:
             return Plan()

@@ -123,10 +123,16 @@ class Planner:
         return EngineLoad(self.shared)
 
     def place(
-        self, now: float, tokens: int, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+        self,
+        now: float,
+        tokens: int,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        are_all: bool = True,
     ) -> Way | None:
         """Best placement of a prompt of *tokens*; None while nothing is known of engines' speed.
-        Engines for both steps are in both sequences, as the same candidates."""
+        Engines for both steps are in both sequences, as the same candidates. are_all: there are no
+        others."""
         if not decode or not decode[0].load.speed.is_known:
             return None
         sources = targets = [_Costs(one, tokens, now) for one in decode]
@@ -134,7 +140,7 @@ class Planner:
             costs = {one.candidate.load: one for one in targets}
             sources = [costs.get(one.load) or _Costs(one, tokens, now) for one in prefill]
         seen = max(2, MAX_SEEN // len({*targets, *sources}))
-        options = self._options(sources if self.shared.limits.tpot else [], targets)
+        options = self._options(sources if self.shared.limits.tpot else [], targets, are_all)
         options.sort()
         best, least = options[0], math.inf
         for option in options:
@@ -164,11 +170,14 @@ class Planner:
         way.decode.load.planned[planned] = None
         return planned
 
-    def _options(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> list[_Option]:
+    def _options(
+        self, sources: Sequence[_Costs], targets: Sequence[_Costs], are_all: bool = True
+    ) -> list[_Option]:
         """All ways, without their effect on others. Late ones cost time that is free of prompts, or
         go where most wait, if prompts keep all engines from answers in time: one gets free."""
         shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
-        if sources and all(one.steps.slower < tpot <= one.steps.pace for one in targets):
+        is_kept = all(one.steps.slower < tpot <= one.steps.pace for one in targets)
+        if are_all and sources and is_kept:
             loads = [one.candidate.load for one in sources]
             work = [load.prompts.seconds + load.queue.seconds for load in loads]
             for one, seconds in zip(sources, work, strict=True):
