@@ -19,7 +19,7 @@ from vllm_commext.nixl.wire.seal import FrameSigner, FrameVerifier, read_secret
 SECRET = b"0123456789abcdef"
 OTHER = b"another secret of the same kind"
 NONCE = b"n" * seal.NONCE_BYTES
-NOW = time.time() + 1e6
+NOW = 4_000_000_000.0
 REQUEST = wire.DescribeRequest(engine_id="p", tp_rank=0)
 FRAME = wire.encode(REQUEST)
 REFUSED = wire.encode(wire.Refused(reason="no"))
