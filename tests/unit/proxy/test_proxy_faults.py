@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_commext.proxy.engines.engine import SILENT_SECONDS
+from vllm_commext.proxy.engines.engine import SILENT_SECONDS, State
 
 BODY = {"prompt": "hello", "max_tokens": 20}
 STREAM = {**BODY, "stream": True}
@@ -237,6 +237,20 @@ async def test_prefill_engines_that_fall_silent_are_left_out(kit: Any) -> None:
             await expect_decode_alone(cluster)
         assert [len(engine.calls) for engine in cluster.prefill] == [1, 1]
         assert local_prefills("prefill_away", 2) in await cluster.metrics()
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_a_check_that_passes_after_one_that_failed_ends_a_silence(falls: bool) -> None:
+    state = State(healthy=True)
+    state.note_silence()
+    state.pass_check()
+    assert state.is_silent
+    state.count_failure()
+    if falls:
+        state.fall("no answer")
+    state.note_silence()
+    state.pass_check()
+    assert not state.is_silent
 
 
 async def test_an_engine_that_answers_nothing_any_more_is_given_up(kit: Any) -> None:

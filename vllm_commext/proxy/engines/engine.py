@@ -124,6 +124,8 @@ class State:
         self.leaving, self.draining = not is_wanted, is_drained or not is_wanted
 
     def pass_check(self) -> None:
+        if self.num_failed or not self.healthy:  # all of it stood still: it is back
+            self.silent_until = 0.0
         self.num_failed, self.suspected, self.drains_itself = 0, False, False
         self.healthy, self.detail = True, "ok"
 
