@@ -70,6 +70,17 @@ async def test_nobody_waits_for_an_idle_engine_or_one_that_is_nearly_done() -> N
     await line.ended()
 
 
+async def test_who_has_just_left_is_passed_over() -> None:
+    line = Line()
+    for tokens in (12000, 9000, 7000):
+        await line.add(tokens)
+    first, _, left = line.tasks.values()
+    left.cancel()
+    first.cancel()
+    line.load.end_job(next(iter(line.load.prompts.jobs)), time.monotonic(), False)
+    assert await line.ended() == [12000, 9000]
+
+
 async def test_a_long_prompt_is_overtaken_for_some_times_its_length_alone() -> None:
     line = Line()
     await line.add(8000)

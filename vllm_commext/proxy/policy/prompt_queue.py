@@ -147,8 +147,10 @@ class Turns:
 
     def wake(self) -> None:
         now = time.monotonic()
-        if self._turns and self._seconds_left(now) <= 0.0:
-            self._turns.pop(self._queue.next([*self._turns], now)).set_result(None)
+        # One that has been cancelled may not be gone yet.
+        waiting = [one for one, turn in self._turns.items() if not turn.done()]
+        if waiting and self._seconds_left(now) <= 0.0:
+            self._turns.pop(self._queue.next(waiting, now)).set_result(None)
         self._set_timer(now)
 
     def _seconds_left(self, now: float) -> float:
