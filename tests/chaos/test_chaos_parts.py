@@ -1,17 +1,20 @@
 """The pure parts of the chaos suite: what it judges by, and its report."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from tests.chaos.census import leak
+from tests.chaos.census import MAX_MORE_BYTES, MAX_MORE_DESCRIPTORS, Census, growth, leak
 from tests.chaos.faults import ACTIONS
-from tests.chaos.judge import ERROR, RIGHT, WRONG, Answer, judge
+from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
+from tests.chaos.report import FaultRecord, RunRecord, as_markdown, failures
 from tests.chaos.schedule import KINDS
 from tests.kit.parity import Completion
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0
+GOOD = Recovery(1, 0.5, succeeded=True)
 
 
 def answer(completion: Completion | None, seconds: float = 1.0) -> Answer:
@@ -37,6 +40,61 @@ def test_an_answer_is_judged_by_its_tokens_and_logprobs(
     got: Completion | None, verdict: str
 ) -> None:
     assert judge(REFERENCE, answer(got), BOUND) == verdict
+
+
+def test_lateness_hides_no_wrong_token() -> None:
+    wrong = replace(REFERENCE, token_ids=(7, 6))
+    assert judge(REFERENCE, answer(REFERENCE, 11.0), BOUND) == LATE
+    assert judge(REFERENCE, answer(None, 11.0), BOUND) == LATE
+    assert judge(REFERENCE, answer(wrong, 11.0), BOUND) == WRONG
+
+
+@pytest.mark.parametrize(
+    ("recovery", "failed", "failed_timed"),
+    [
+        (GOOD, False, False),
+        (Recovery(3, 0.5, succeeded=True), False, True),
+        (Recovery(1, 5.5, succeeded=True), False, True),
+        (Recovery(9, 40.0, succeeded=False), True, True),
+    ],
+)
+def test_a_run_fails_by_its_recoveries(
+    recovery: Recovery, failed: bool, failed_timed: bool
+) -> None:
+    record = RunRecord({}, [FaultRecord(1, "kill_prefill", recovery)])
+    assert bool(failures(record, timed=False)) == failed
+    assert bool(failures(record)) == failed_timed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdicts": Counter({WRONG: 1})},
+        {"verdicts": Counter({LATE: 1})},
+        {"problems": ["end: 1 more threads"]},
+        {"faults": [FaultRecord(1, "kill_prefill", GOOD, ("processes ended",))]},
+    ],
+)
+def test_a_run_fails_by_everything_else_that_must_hold(change: dict[str, object]) -> None:
+    good = RunRecord({"seed": 1}, [FaultRecord(1, "kill_prefill", GOOD)], Counter(right=3))
+    assert failures(good) == []
+    assert "PASSED" in as_markdown(good)
+    bad = replace(good, **change)
+    assert failures(bad) != []
+    assert "FAILED" in as_markdown(bad)
+
+
+def test_growth_beyond_its_tolerance_is_found() -> None:
+    before = Census(frozenset({1, 2}), 100, 20, 1 << 30)
+    assert growth(before, before) == []
+    assert growth(before, replace(before, descriptors=100 + MAX_MORE_DESCRIPTORS)) == []
+    for change in (
+        {"descriptors": 101 + MAX_MORE_DESCRIPTORS},
+        {"threads": 40},
+        {"heap_bytes": before.heap_bytes + MAX_MORE_BYTES + 1},
+        {"pids": frozenset({1})},
+    ):
+        assert len(growth(before, replace(before, **change))) == 1
 
 
 # In MiB, of a decode engine: it grows by 130 as it sees its first batches, a big step comes late.

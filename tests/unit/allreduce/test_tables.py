@@ -132,6 +132,13 @@ def test_what_is_no_table_is_refused(text: bytes) -> None:
         tables.decode(text)
 
 
+def test_a_table_says_how_far_a_backend_leads() -> None:
+    rows = (Row(8, ("a", "b")), Row(16, ("b", "a")), Row(24, ("a",)), Row(32, ("c", "a")))
+    table = Table(2, {"float16": rows}, "")
+    assert table.leads_up_to("float16", "a") == 24
+    assert table.leads_up_to("float16", "d") == table.leads_up_to("float32", "a") == 0
+
+
 def test_a_table_is_described_by_who_comes_first_up_to_which_size() -> None:
     rows = (Row(100, ("a", "b")), Row(1 << 10, ("a", "c")), Row(7680 << 10, ("b", "a")))
     (line,) = tables.describe(Table(2, {"float16": rows}, "here"))
@@ -289,6 +296,17 @@ class TestPeerAccess:
         cache.save(without, TestCache.table)
         assert cache.find_table(MACHINE, 2) is not None
         assert cache.find_table(without, 2) is None
+
+    def test_a_machine_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        properties = type("Properties", (), {"name": "a GPU", "uuid": "u"})()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+        monkeypatch.setattr(machines, "_driver_and_link", lambda _: ("1", "NV18"))
+        device = torch.device("cuda", 0)
+        assert machines.read_machine(device).link == "NV18"
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        assert machines.read_machine(device).link == machines.NO_ACCESS
 
 
 class TestCache:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from goodputs import shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.bench import client, figures
 from vllm_commext.bench.client import Events
-from vllm_commext.bench.workload import Arrival, bodies
+from vllm_commext.bench.workload import Arrival, bodies, scaled
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PART = {"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]}
@@ -159,3 +160,25 @@ def test_how_a_stream_is_cut_does_not_matter(cuts: list[int], num_parts: int) ->
         events.feed(whole[:size], 1.0)
         whole = whole[size:]
     assert (events.num_tokens, events.done, events.first, events.error) == (7, True, 1.0, "")
+
+
+def test_prompts_share_what_their_group_says_and_nothing_else() -> None:
+    arrivals = [
+        *scaled(shapes.WORKLOADS["agentic"](5, 10, 1), 0.01, 200),
+        Arrival(11, 40, 1, 0, 30),
+        Arrival(12, 40, 1, 0, 30),
+    ]
+
+    def prompts(*seed: int) -> list[list[int]]:
+        return [json.loads(one)["prompt"] for one in bodies(arrivals, "m", 10_000, seed)]
+
+    found, others = prompts(1, 2), prompts(1, 3)
+    assert found == prompts(1, 2)
+    assert [len(one) for one in found] == [one.prompt_tokens for one in arrivals]
+    for one, other in zip(found, others, strict=True):
+        assert one[:4] != other[:4]
+    for place, one in enumerate(arrivals):
+        for before, other in enumerate(arrivals[:place]):
+            shared = min(one.shared_tokens, other.shared_tokens) if one.group == other.group else 0
+            assert found[place][:shared] == found[before][:shared]
+    assert found[-1][30:] != found[-2][30:]

@@ -118,6 +118,16 @@ def test_more_than_any_request_has_is_refused_early(raw: bytes, message: str) ->
         run(members_of(bytearray(raw)))
 
 
+async def test_large_bodies_leave_room_for_small_ones(kit: Any) -> None:
+    async with kit.cluster(max_buffered_bytes=8 * MIB) as cluster:
+        part = head(4 * MIB) + b" " * (3 * MIB)
+        large = [await Stranger.of(cluster, part) for _ in range(2)]
+        await kit.until(lambda: cluster.proxy.budget.held_bytes == 6 * MIB, "two bodies")
+        large.append(await Stranger.of(cluster, part))
+        assert (await large[2].answer())[0] == 503
+        await served(cluster)
+
+
 @pytest.mark.parametrize(("size", "cuts"), crossed([100, 20_000, 300_000], CUTS))
 async def test_a_request_may_come_in_pieces(kit: Any, size: int, cuts: tuple[int, int]) -> None:
     """Whatever is looked at later, its bytes keep their order; two requests on one connection."""
@@ -271,6 +281,29 @@ async def test_connections_that_are_served_are_kept_and_others_refused(kit: Any)
         assert (await (await Stranger.of(cluster)).answer())[0] == 503
         release.set()
         assert [one.status for one in await asyncio.gather(*asked)] == [200] * 3
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/live", "/v1/models", "/none"])
+async def test_answers_that_nobody_reads_are_closed(kit: Any, path: str) -> None:
+    """However many are asked for at once; by the kernel, as no task waits for such a client."""
+    asked = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100
+
+    async def until_cut(client: socket.socket) -> None:
+        while True:
+            try:
+                client.send(asked)
+            except BlockingIOError:
+                await asyncio.sleep(0.02)
+
+    async with kit.cluster(client_timeout_seconds=0.3) as cluster:
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.setblocking(False)
+            with pytest.raises(OSError, match="reset|pipe"):
+                await asyncio.wait_for(until_cut(client), 60)
+        await served(cluster)
 
 
 async def test_a_head_may_be_as_large_as_a_vllm_server_takes_it(kit: Any) -> None:
