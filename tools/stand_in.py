@@ -23,16 +23,16 @@ from aiohttp import web
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from goodputs.simulator import Engine, Hardware, Request  # noqa: E402
 
+from tests.kit.ports import LOOPBACK  # noqa: E402
 from vllm_commext.bench.workload import Arrival  # noqa: E402
 
 MOST_BYTES, BEGINNING, NOISE = 1 << 28, 16, 0.1
-LOOPBACK = "127.0.0.1"
 EVENT = b'data: {"choices":[{"index":0,"text":" a","token_ids":[5],"finish_reason":%s}]}\n\n'
 INFO = (
     'vllm:commext_nixl_info{engine="0",host="127.0.0.1",port="1",seal="",streams="0",reuse="0",'
     'releases="0"} 1\n'
 )
-"""What a connector tells, so that prompts wait for their turn."""
+"""A connector's line on the metrics page: the proxy then lets prompts wait for their turn."""
 HANDED_OVER = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1]]}
 
 

@@ -23,13 +23,14 @@ from goodputs.rounds import OPEN_ENDED  # noqa: E402
 from goodputs.shapes import WORKLOADS  # noqa: E402
 from goodputs.simulated import LOADS, SATURATION  # noqa: E402
 
+from tests.kit.ports import LOOPBACK  # noqa: E402
 from tools import stand_in  # noqa: E402
 from vllm_commext.bench import client, figures, workload  # noqa: E402
 from vllm_commext.limits import Limits  # noqa: E402
 from vllm_commext.proxy import routes_readiness_shutdown as server  # noqa: E402
 from vllm_commext.proxy.config import ProxyConfig  # noqa: E402
 
-LOOPBACK, VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = "127.0.0.1", 32000, 3.0, 8.0
+VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = 32000, 3.0, 8.0
 QUIET_SECONDS = 0.001
 
 
