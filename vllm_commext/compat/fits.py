@@ -1,9 +1,10 @@
 """Does a part of this package fit this vLLM? One answer for each part, the first that holds:
 
-1. tested here: the tests of this release are run on this vLLM; 2. same source: the functions of
-vLLM's that the part depends on read as in a tested release; 3. self-tested: some read otherwise,
-none is gone, and the part's own test passes here; 4. otherwise vLLM's own stays in its place, with
-the reason."""
+1. tested here: the tests of this release are run on this vLLM;
+2. same source: the functions of vLLM's that the part depends on read as in a tested release;
+3. self-tested: some read otherwise, none is gone, and the part's own test passes here;
+4. otherwise vLLM's own stays in its place, with the reason.
+"""
 
 import ast
 import functools

@@ -97,7 +97,7 @@ def digest_of_weights(place: Path) -> str:
 
 
 def snapshot_of(repository: str, revision: str | None = None, folder: str | None = None) -> Path:
-    """Where a repository of the hub has been downloaded to; raises OSError, ValueError."""
+    """Find the folder that a hub's repository was downloaded to; raises OSError, ValueError."""
     from huggingface_hub import snapshot_download
 
     options: Any = {"revision": revision, "cache_dir": folder, "local_files_only": True}

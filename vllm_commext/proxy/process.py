@@ -1,4 +1,4 @@
-"""What the process takes of its host: descriptors, an event loop and the garbage collector."""
+"""The descriptors, the event loop and the garbage collector of the proxy's process."""
 
 import asyncio
 import gc

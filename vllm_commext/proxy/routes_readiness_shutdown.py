@@ -180,7 +180,7 @@ class ProxyApp:
 
     async def fetch(self, request: web.Request) -> web.Response:
         """Pass on an engine's models or version."""
-        outcome = Outcome(access.given_id(request) or secrets.token_hex(16))
+        outcome = _outcome_of(request)
         with self._counted(request, outcome), self.requests.admitted(request):
             headers = self._passed_headers(request)
             status, told, body = await self._service.upstream.fetch(request.path, headers)
@@ -190,7 +190,7 @@ class ProxyApp:
         return await self._preflights.answer(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        outcome = Outcome(access.given_id(request) or secrets.token_hex(16))
+        outcome = _outcome_of(request)
         with self._counted(request, outcome), closing(Intake(self.budget)) as intake:
             headers = self._passed_headers(request)
             headers |= {access.REQUEST_ID: outcome.request_id, "Content-Type": "application/json"}
@@ -236,6 +236,10 @@ class ProxyApp:
         if self._engine_key:
             headers["Authorization"] = f"Bearer {self._engine_key}"
         return headers
+
+
+def _outcome_of(request: web.Request) -> Outcome:
+    return Outcome(access.given_id(request) or secrets.token_hex(16))
 
 
 async def _without_slash(request: web.Request) -> web.Response:

@@ -131,13 +131,13 @@ class Chooser:
         decode, prefill = self.pools[DECODE], self.pools[PREFILL]
         now, name = time.monotonic(), prefix.session or next(iter(prefix.blocks), b"")
         num, tokens = num_compared(len(decode.engines)), max(tokens, 1)
-        self._turn += num if len(decode.engines) > num else 1
+        are_all = len(decode.engines) <= num
+        self._turn += 1 if are_all else num
         is_same, placement = decode.are_both and prefill.are_both, None
         for among in (partial(self._window, name), _idlest):
             targets = sources = _usable(among(decode), prefix, failed)
             if not (is_same and may_hand_over):
                 sources = _usable(among(prefill), prefix, failed) if may_hand_over else ()
-            are_all = len(decode.engines) <= num
             way = self._planner.place(now, tokens, sources, targets, are_all)
             if placement is None or (way is not None and way.cost < placement.cost):
                 placement = way

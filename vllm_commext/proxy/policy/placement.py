@@ -176,8 +176,8 @@ class Planner:
         """All ways, without their effect on others. Late ones cost time that is free of prompts, or
         go where most wait, if prompts keep all engines from answers in time: one gets free."""
         shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
-        is_kept = all(one.steps.slower < tpot <= one.steps.pace for one in targets)
-        if are_all and sources and is_kept:
+        may_free = are_all and len(sources) > 0
+        if may_free and all(one.steps.slower < tpot <= one.steps.pace for one in targets):
             loads = [one.candidate.load for one in sources]
             work = [load.prompts.seconds + load.queue.seconds for load in loads]
             for one, seconds in zip(sources, work, strict=True):
