@@ -69,7 +69,7 @@ class ProxyConfig:
         0, "a decode engine alone computes prompts with fewer tokens (estimated)"
     )
     ttft_ms: int = _option(
-        0, "limit to the first token that placement keeps, milliseconds; 0: none"
+        0, "limit to the first token that placement aims at, milliseconds; 0: none"
     )
     tpot_ms: int = _option(
         0, "limit on an answer's mean time per later token, milliseconds; 0: none"
@@ -88,7 +88,7 @@ class ProxyConfig:
     admin_port: int | None = None
     engines_file: str = _file("JSON, {prefill: [URL], decode: [URL], both: [URL]}; watched")
     api_key_file: str = _file("API keys that clients need, one a line; default: none is needed")
-    engine_api_key_file: str = _file("API key that engines get; default: the client's own")
+    engine_api_key_file: str = _file("API key for engines; default: none, or the client's own")
     tls_cert_file: str = _file("certificate chain in PEM; clients then need https")
     tls_key_file: str = _file("its private key, if not in the same file")
     engine_ca_file: str = _file("certificate authorities for https engines, PEM")
