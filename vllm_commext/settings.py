@@ -42,7 +42,7 @@ SWITCH, AUTO = ("0", "1"), ("auto", "0", "1")
 TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *(MASTER, "enabled", SWITCH, "1"),
-        "`0` turns the whole package off: nothing is registered and vLLM is left as it is.",
+        "`0` turns the whole package off: no capability is registered and vLLM is left as it is.",
     ),
     Toggle(
         *(STRICT, "strict", SWITCH, "0"),
@@ -91,9 +91,9 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE", "allreduce", AUTO, "auto"),
         "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` uses "
-        "this package's kernels, with CUDA graphs on one host, for messages for which a table "
-        "ranks them first. `1` sends each message to the backend that was measured fastest, or "
-        "logs an error. `0` keeps vLLM's.",
+        "this package's kernels, with CUDA graphs on one host without NVLink multicast, for "
+        "messages for which a table ranks them first. `1` sends each message to the backend that "
+        "was measured fastest, or logs an error. `0` keeps vLLM's.",
     ),
     Toggle(
         *(_BACKEND, "allreduce_backend"),
