@@ -26,7 +26,8 @@ from goodputs.simulator import Engine, Hardware, Request  # noqa: E402
 from tests.kit.ports import LOOPBACK  # noqa: E402
 from vllm_commext.bench.workload import Arrival  # noqa: E402
 
-MOST_BYTES, BEGINNING, NOISE = 1 << 28, 16, 0.1
+MOST_BYTES, BEGINNING = 1 << 28, 16
+HARDWARE = Hardware(noise=0.1)
 EVENT = b'data: {"choices":[{"index":0,"text":" a","token_ids":[5],"finish_reason":%s}]}\n\n'
 INFO = (
     'vllm:commext_nixl_info{engine="0",host="127.0.0.1",port="1",seal="",streams="0",reuse="0",'
@@ -51,9 +52,9 @@ def common(one: array[int], other: array[int]) -> int:
 class StandIn:
     """An engine with its clients: of each request, the queue of instants of its tokens."""
 
-    def __init__(self, number: int) -> None:
-        self._hardware = Hardware(noise=NOISE)
-        self._engine = Engine(self._hardware, random.Random(number))
+    def __init__(self, number: int, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._engine = Engine(hardware, random.Random(number))
         self._held: dict[bytes, array[int]] = {}
         self._has_work = asyncio.Event()
 
@@ -142,9 +143,9 @@ async def models(_: web.Request) -> web.Response:
     return web.json_response({"data": [{"id": "model", "max_model_len": 65536}]})
 
 
-def app_of(number: int) -> web.Application:
+def app_of(number: int, hardware: Hardware = HARDWARE) -> web.Application:
     """An engine's endpoints; *number*: of its noise."""
-    one, app = StandIn(number), web.Application(client_max_size=MOST_BYTES)
+    one, app = StandIn(number, hardware), web.Application(client_max_size=MOST_BYTES)
     app.cleanup_ctx.append(one.steps)
     app.router.add_post("/v1/completions", one.generate)
     app.router.add_get("/metrics", one.metrics)

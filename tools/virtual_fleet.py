@@ -4,16 +4,24 @@
 
 Engines, proxy and client share one event loop, whose clock goes on to the next timer when no socket
 has had anything for a millisecond. What the proxy computes takes no time, so its policy and its
-queues are seen, and not its speed. Each cell has a fleet of its own, which knows nothing yet.
+queues are seen, and not its speed. Each play has a fleet of its own, which knows nothing yet.
+
+Ways: adaptive placement, given each pair of limits by itself; replicas and fixed roles, with each
+order of prompts, number of tokens in a step and split. Rows are JSON; `--table` reads files of them
+and writes each cell's best other way, by hindsight, beside adaptive placement.
 """
 
 import argparse
 import asyncio
+import json
 import selectors
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -21,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from goodputs.contestants import limits_of  # noqa: E402
 from goodputs.rounds import OPEN_ENDED  # noqa: E402
 from goodputs.shapes import WORKLOADS  # noqa: E402
-from goodputs.simulated import LOADS, SATURATION  # noqa: E402
+from goodputs.simulated import LOADS, SATURATION, SPLITS  # noqa: E402
 
 from tests.kit.ports import LOOPBACK  # noqa: E402
 from tools import stand_in  # noqa: E402
@@ -32,6 +40,8 @@ from vllm_commext.proxy.config import ProxyConfig  # noqa: E402
 
 VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = 32000, 3.0, 8.0
 QUIET_SECONDS = 0.001
+ADAPTIVE, REPLICAS, FIXED = "adaptive", "replicas", "fixed"
+ORDERS = "arrival", "shortest"
 
 
 class Clock(selectors.DefaultSelector):
@@ -59,30 +69,87 @@ async def listening(runner: web.AppRunner) -> str:
     return f"http://{LOOPBACK}:{runner.addresses[0][1]}"
 
 
-async def play(num: int, load: float, name: str, limits: Limits, args: argparse.Namespace) -> str:
-    """A line of a table: % in time, and of what."""
-    rate = load * SATURATION[name] * num
+class Way(NamedTuple):
+    """One way to place requests. prefills: engines that only prefill; told: its limits."""
+
+    name: str
+    order: str = "auto"
+    chunk: int = 2048
+    prefills: int = 0
+    told: Limits | None = None
+
+    def config(self, urls: tuple[str, ...]) -> ProxyConfig:
+        if self.told:
+            tpot, first = (round(1e3 * seconds) for seconds in (self.told.tpot, self.told.first))
+            return ProxyConfig((), (), urls, tpot_ms=tpot, ttft_ms=first)
+        if num := self.prefills:
+            return ProxyConfig(urls[:num], urls[num:], prompt_order=self.order)
+        return ProxyConfig((), (), urls, prompt_order=self.order, placement="local")
+
+    def __str__(self) -> str:
+        split = f" {self.prefills}P" if self.prefills else ""
+        return (
+            f"{self.name}{split}" if self.told else f"{self.name}{split} {self.order} {self.chunk}"
+        )
+
+
+def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Way]:
+    found = [Way(ADAPTIVE, told=told) for told in args.told if ADAPTIVE in names]
+    for order, chunk in product(ORDERS, args.chunks):
+        found += [Way(REPLICAS, order, chunk)] if REPLICAS in names else []
+        found += [Way(FIXED, order, chunk, one) for one in SPLITS[num] if FIXED in names]
+    return found
+
+
+async def play(
+    num: int, load: float, name: str, seed: int, way: Way, args: argparse.Namespace
+) -> dict[str, Any]:
+    """A row: shares in time by pairs of limits."""
+    hardware = replace(stand_in.HARDWARE, step_tokens=way.chunk)
     engines = [
-        web.AppRunner(stand_in.app_of(number), access_log=None, handler_cancellation=True)
+        web.AppRunner(stand_in.app_of(number, hardware), access_log=None, handler_cancellation=True)
         for number in range(num)
     ]
-    both = tuple([await listening(one) for one in engines])
-    tpot, first = (round(1e3 * seconds) for seconds in (limits.tpot, limits.first))
-    proxy = server.make_runner(
-        server.ProxyApp(ProxyConfig((), (), both, tpot_ms=tpot, ttft_ms=first))
-    )
+    urls = tuple([await listening(one) for one in engines])
+    proxy = server.make_runner(server.ProxyApp(way.config(urls)))
     url = await listening(proxy)
     await asyncio.sleep(CHECK_SECONDS)
     endpoint = await client.find(url, vocab_size=VOCABULARY)
-    arrivals = WORKLOADS[name](rate, args.seconds, args.seed)
-    made = workload.bodies(arrivals, endpoint.model, VOCABULARY, (args.seed, 1))
+    arrivals = WORKLOADS[name](load * SATURATION[name] * num, args.seconds, seed)
+    made = workload.bodies(arrivals, endpoint.model, VOCABULARY, (seed, 1))
     bodies = [OPEN_ENDED + body[1:] for body in made]
     samples = (await client.play(endpoint, arrivals, bodies, wait_seconds=WAIT_SECONDS)).samples
     for runner in (proxy, *engines):
         await runner.cleanup()
-    share = figures.num_good(samples, limits) / max(len(samples), 1)
-    placed = ", ".join(f"{way} {count}" for way, count in figures.placements(samples).items())
-    return f"| {num} | {load:.0%} | {name} | {tpot}/{first} | {share:.0%} | {placed} |"
+    good = {
+        f"{1e3 * limits.tpot:.0f}/{1e3 * limits.first:.0f}": figures.num_good(samples, limits)
+        for limits in ([way.told] if way.told else args.told)
+    }
+    cell = {"engines": num, "load": load, "workload": name, "seed": seed}
+    return {**cell, "way": str(way), "total": len(samples), "good": good}
+
+
+def table(paths: Sequence[Path]) -> str:
+    """Percent in time of adaptive placement and of the best other way, of each cell, and their
+    ratio."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        for limits, good in row["good"].items():
+            key = row["engines"], row["load"], row["workload"], limits, row["seed"]
+            cells.setdefault(key, {})[row["way"]] = good / row["total"]
+    lines = [
+        "| engines | load | workload | given | seed | best other | adaptive | ratio |",
+        "|---" * 8 + "|",
+    ]
+    for (num, load, name, limits, seed), shares in sorted(cells.items()):
+        mine = shares.pop(ADAPTIVE, None)
+        if mine is None or not shares:
+            continue
+        best = max(shares, key=lambda way: shares[way])
+        ratio = f"{mine / shares[best]:.2f}" if shares[best] else "-"
+        cell = f"| {num} | {load:.0%} | {name} | {limits} | {seed} "
+        lines.append(f"{cell}| {shares[best]:.0%} ({best}) | {mine:.0%} | {ratio} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -91,15 +158,23 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=SATURATION, default=SATURATION)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="of saturation")
     parser.add_argument("--told", type=limits_of, default=limits_of("12:1000,25:500"))
+    parser.add_argument(
+        "--ways", nargs="+", choices=(ADAPTIVE, REPLICAS, FIXED), default=[ADAPTIVE]
+    )
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2048], help="of the other ways")
     parser.add_argument("--seconds", type=float, default=16.0, help="of arrivals")
-    parser.add_argument("--seed", type=int, default=601, help="of the arrivals")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[601], help="of the arrivals")
+    parser.add_argument("--table", type=Path, nargs="+", help="files of rows to compare")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+        return
     time.monotonic = time.perf_counter = lambda: Clock.now
-    print("| engines | load | workload | given | in time | placed |\n|---|---|---|---|---|---|")
-    for cell in product(args.engines, args.loads, args.workloads, args.told):
-        loop = Loop(Clock())
-        print(loop.run_until_complete(play(*cell, args)), flush=True)
-        loop.close()
+    for cell in product(args.engines, args.loads, args.workloads, args.seeds):
+        for way in ways_of(args.ways, cell[0], args):
+            loop = Loop(Clock())
+            print(json.dumps(loop.run_until_complete(play(*cell, way, args))), flush=True)
+            loop.close()
 
 
 if __name__ == "__main__":
