@@ -457,13 +457,13 @@ def test_a_request_is_lost_that_is_late_by_far_or_by_its_first_token() -> None:
         assert place(made, [], [one]).is_lost == is_lost
 
 
-def test_what_prompts_make_late_everywhere_goes_where_most_wait() -> None:
-    made = planner(first_token=1.0, per_token=2 * STEP)
-    both = engines(made)
-    for one, tokens in zip(both, (4000, 8000), strict=True):
+@pytest.mark.parametrize(("answer", "idx"), [(30, 1), (160, 0)])
+def test_late_prompts_go_where_most_wait_if_answers_end_soon(answer: int, idx: int) -> None:
+    made = planner(first_token=1.0, per_token=2 * STEP, answer_tokens=answer)
+    for one, tokens in zip(both := engines(made), (4000, 8000), strict=True):
         one.load.ask(tokens, 0, NOW)
         one.load.recent.share = 0.9
-    assert place(made, both, both).prefill is both[1]
+    assert place(made, both, both).prefill is both[idx]
 
 
 @pytest.mark.parametrize(("needed", "is_local"), [(0.5, True), (0.9, False)])
