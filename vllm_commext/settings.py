@@ -119,7 +119,7 @@ GONE_VALUES: Mapping[tuple[str, str], str] = {
     (_BACKEND, "flashinfer_two_shot"): "`push` is faster at every size; unset it",
     (_BACKEND, "flashinfer_mnnvl"): _MULTICAST,
     ("VLLM_COMMEXT_ALLREDUCE_TUNE", "startup"): (
-        "run `vllm-commext tune allreduce` once and unset it"
+        "run `vllm-commext tune allreduce --hidden SIZE` and unset it"
     ),
     ("VLLM_COMMEXT_ALLOW_MULTICAST", "1"): _MULTICAST,
 }

@@ -140,11 +140,6 @@ def test_states_are_not_copied_to_the_host() -> None:
         )
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM for CPUs")
-def test_channels_come_first_where_vllms_kernels_for_cpus_take_that_order() -> None:
-    assert kv_connector._kernels_take_it()
-
-
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_other_parallelism_is_refused_by_name(name: str) -> None:
     config = vllm_config()

@@ -124,7 +124,7 @@ def test_doctor_names_the_tables_of_the_world_sizes_that_there_are() -> None:
     assert checks[0].value.startswith("bfloat16: flashinfer_one_shot up to ")
     assert (checks[0].remedy, checks[1].remedy) == (
         "",
-        "vllm-commext tune allreduce --tp 4 measures it",
+        "vllm-commext tune allreduce --tp 4 --hidden SIZE measures it",
     )
     assert not list(table.tables(1, lambda _: None))
 

@@ -45,8 +45,8 @@ def _flashinfer(parts: Parts, table: Table | None) -> Backend:
     may_compile = table is None or not table.origin.startswith(cache.ORIGIN)
     if not may_compile and not is_compiled():
         raise UnsupportedError(
-            "its kernels are not compiled, which takes minutes; `vllm-commext tune allreduce` "
-            "compiles and measures them"
+            "its kernels are not compiled, which takes minutes; `vllm-commext tune allreduce "
+            "--hidden SIZE` compiles and measures them for a model's hidden size"
         )
     largest = _largest(table, limits.FLASHINFER_ONE_SHOT, MAX_MESSAGE_BYTES)
     return flashinfer.FlashInferBackend(parts.cpu_group, largest)

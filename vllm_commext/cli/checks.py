@@ -219,7 +219,9 @@ def tables(count: int, find: Callable[[int], Table | None]) -> Iterable[Found]:
     """Describe the table that `find` finds for each world size that `count` GPUs allow."""
     for size in (size for size in WORLD_SIZES if size <= count):
         table, name = find(size), f"all-reduce over {size} GPUs"
-        remedy = f"vllm-commext tune allreduce --tp {size} measures it" if table is None else ""
+        remedy = (
+            "" if table else f"vllm-commext tune allreduce --tp {size} --hidden SIZE measures it"
+        )
         yield Found("; ".join(describe(table)), Level.INFO, name, remedy)
 
 

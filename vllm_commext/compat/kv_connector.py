@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -112,7 +111,7 @@ def ask_for_dim_first() -> None:
     A rank's slices are single runs of bytes then ("DS"). vLLM's default is the other order ("SD"),
     and it chooses one by itself on some CPUs."""
     chosen = _chosen_by_user[0] if _chosen_by_user else os.environ.get(CONV_STATE_LAYOUT)
-    if chosen is not None or fits.why_gone(STATES_PART) or not _kernels_take_it():
+    if chosen is not None or fits.why_gone(STATES_PART):
         return
     os.environ[CONV_STATE_LAYOUT] = DIM_FIRST
     _mamba_utils().get_conv_state_layout.cache_clear()
@@ -121,17 +120,6 @@ def ask_for_dim_first() -> None:
 def is_dim_first() -> bool:
     """Convolution states, where there are any, have channels first in this process."""
     return not fits.why_gone(STATES_PART) and bool(_mamba_utils().is_conv_state_dim_first())
-
-
-def _kernels_take_it() -> bool:
-    """Kernels take channels first: not those for CPUs with bfloat16 instructions of a vLLM
-    whose platform sets the other order whatever was chosen."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return True
-    choosing = inspect.getsource(type(current_platform).check_and_update_config)
-    return f'os.environ["{CONV_STATE_LAYOUT}"] = ' not in choosing
 
 
 def _mamba_utils() -> Any:
