@@ -26,9 +26,9 @@ class Svg:
     def text(
         self, x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False
     ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
+        weight, fill = ' font-weight="bold"' if bold else "", TEXT if anchor != "end" else "white"
         self.shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-family="sans-serif" font-size="12" fill="{TEXT}"'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-family="sans-serif" font-size="12" fill="{fill}"'
             f' text-anchor="{anchor}"{weight}>{escape(text)}</text>'
         )
 
@@ -117,7 +117,9 @@ def grouped(
                 svg.line(
                     left + scale * one.least, y + bar / 2, left + scale * one.most, y + bar / 2
                 )
-                svg.text(left + scale * max(one.most, one.value) + 6, y + bar - 3, f"{one.value:g}")
+                end, most_x = left + scale * one.value, left + scale * max(one.most, one.value)
+                x, anchor = (left + 36, "end") if most_x - end > 30 else (most_x + 6, "start")
+                svg.text(x, y + bar - 3, f"{one.value:g}", anchor=anchor)
                 y += bar
         y += gap
     return svg
@@ -153,9 +155,11 @@ def added_latency() -> Svg:
             for engine in ("vLLM's", "ours", "ours, proxy, streamed"):
                 one = share(found[tokens, engine][column])
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
-            groups.append((f"{column}, prompt of {int(tokens):,}", bars))
+            groups.append((f"to the {column}, {int(tokens):,} tokens", bars))
     names = ("NixlConnector", "our connector", "our connector and our proxy")
-    return grouped("Extra ms beside one server; lines: range of rounds", names, groups, 240, "")
+    return grouped(
+        "Extra ms compared with one server, medians; lines: all rounds", names, groups, 240, ""
+    )
 
 
 def kill_and_drain() -> Svg:
