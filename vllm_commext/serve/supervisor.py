@@ -41,7 +41,7 @@ class Member:
         self.has_been_ready = False
         self.is_given_up = False
         self._num_ends = 0
-        self._answered = self._next_start = 0.0
+        self._answered = self._ready_at = self._next_start = 0.0
 
     def step(self, answers: bool | None) -> None:
         """Look after it; *answers*: of its last check, None where there was none since. Raises
@@ -66,10 +66,10 @@ class Member:
         assert self.child is not None
         self._answered = now
         if not self.is_ready:
-            self.is_ready = self.has_been_ready = True
+            self.is_ready, self.has_been_ready, self._ready_at = True, True, now
             self.child.note_shared()
             self._tell("is ready")
-        elif self.child.seconds > STEADY_SECONDS:
+        elif now - self._ready_at > STEADY_SECONDS:
             self._num_ends = 0
 
     def _note_end(self, now: float) -> None:

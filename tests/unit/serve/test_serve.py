@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -188,6 +189,16 @@ async def test_without_a_proxy_nobody_is_served_and_serve_ends(
         assert await asyncio.wait_for(served.run(), 30) == 1
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert said[-2:] == ["no proxy is left: stopping", "stopped"]
+
+
+def test_a_slow_start_is_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSES", (0.0,))
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.3)
+    member = supervisor.Member(plan.Command("one", ["sleep", "0.6"], ""), tmp_path / "log", str)
+    for _ in range(300):
+        member.step(member.child is not None and member.child.seconds > 0.4)
+        time.sleep(0.01)
+    assert member.is_given_up
 
 
 def test_stages_come_in_order() -> None:
