@@ -51,7 +51,8 @@ def failures(run: RunRecord, *, timed: bool = True) -> list[str]:
         found.append(f"{run.verdicts[WRONG]} answers with status 200 and wrong tokens")
     if run.verdicts[LATE]:
         found.append(f"{run.verdicts[LATE]} requests took longer than their bound")
-    broken = run.resumes.total() - run.resumes[Resume.RESUMED]
+    no_fault = {Resume.RESUMED} | ({Resume.ENDPOINT} if run.settings.get("talks") else set())
+    broken = sum(num for why, num in run.resumes.items() if why not in no_fault)
     if run.settings.get("spares") and broken:
         found.append(f"{broken} streams broke off beside a second decode engine")
     for fault in run.faults:
