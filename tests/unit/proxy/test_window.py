@@ -166,11 +166,11 @@ async def test_an_engine_that_goes_and_comes_back_is_told_with_its_error(
         await cluster.both[0].stop()
         await kit.until(lambda: not engines[0].state.healthy, "the engine to be down")
         state = await admin.state(lambda state: states(state) == ["down", "ready"])
-        gone = state["engines"][0]
-        assert "/health failed" in gone["error"]
+        assert "/health failed" in state["engines"][0]["error"]
         await cluster.both[0].start()
         await kit.until(lambda: engines[0].state.healthy, "the engine to be back")
         state = await admin.state(lambda state: states(state) == ["ready", "ready"])
+        assert not state["engines"][0]["error"], "it is over"
         told = [event[2].partition(":")[0] for event in state["events"] if event[1] == "engine0"]
         assert told == ["ready", "down", "ready"]
 

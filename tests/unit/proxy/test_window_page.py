@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.proxy.test_window import HOSTILE, TOKEN, stream_both, window_of
+from tests.unit.proxy.test_window import BEARER, HOSTILE, TOKEN, stream_both, window_of
 
 playwright = pytest.importorskip(
     "playwright.async_api", reason="no playwright: pip install playwright brings it"
@@ -76,9 +76,9 @@ async def test_engines_that_die_come_back_and_drain_are_seen(kit: Any, tmp_path:
         await expect(page.locator("#engines")).to_contain_text("/health failed")
         await cluster.both[1].start()
         await expect(state_of(page, "engine1")).to_have_text("ready")
-        headers = {"Authorization": f"Bearer {TOKEN}"}
+        await expect(page.locator("#engines")).not_to_contain_text("/health failed")
         url = {"url": cluster.both[2].url}
-        async with cluster.session.post(f"{page.admin.url}/drain", json=url, headers=headers):
+        async with cluster.session.post(f"{page.admin.url}/drain", json=url, headers=BEARER):
             await expect(state_of(page, "engine2")).to_have_text("draining")
         await expect(page.locator("#events li")).to_have_count(6)
 
@@ -93,6 +93,7 @@ async def test_requests_have_their_reason_and_timeline_and_hostile_names_are_tex
         await expect(rows).to_have_count(3)
         await expect(rows.first).to_contain_text(HOSTILE)
         await expect(rows.first).to_contain_text("one engine")
+        await expect(page.locator(".plot b").nth(1)).to_have_text("limit 1000 ms")
         await page.keyboard.press("ArrowDown")
         await page.keyboard.press("Enter")
         detail = page.locator("#detail")
@@ -102,8 +103,7 @@ async def test_requests_have_their_reason_and_timeline_and_hostile_names_are_tex
         await expect(page.locator("img")).to_have_count(0)
         assert "secret" not in await page.content()
         assert await page.evaluate("document.documentElement.scrollWidth") <= 800
-        back = "getComputedStyle(document.body).backgroundColor"
-        assert await page.evaluate(back) == "rgb(16, 20, 24)"
+        await expect(page.locator("body")).to_have_css("background-color", "rgb(16, 20, 24)")
         await page.keyboard.press("Escape")
         await expect(detail).to_be_hidden()
         await page.keyboard.press("p")

@@ -139,11 +139,11 @@ class History:
 
 
 class EngineView:
-    """An engine's state with the time of its last change, and its last error with its time."""
+    """An engine's state with the time of its last change, and the error while it is not ready."""
 
     def __init__(self, now: float) -> None:
         self.state, self.since = "", now
-        self.error, self.error_at = "", 0.0
+        self.error = ""
         self._prompt_seconds = deque[float](maxlen=61)
 
     def look(self, engine: Engine, now: float) -> bool:
@@ -151,8 +151,10 @@ class EngineView:
         before, state = self.state, state_of(engine)
         if state != before:
             self.state, self.since = state, now
-        if state in ("down", "suspected") and (detail := engine.state.detail) != "ok":
-            self.error, self.error_at = detail, now
+        if state not in ("down", "suspected"):
+            self.error = ""
+        elif (detail := engine.state.detail) != "ok":
+            self.error = detail
         engine.load.look(time.monotonic())
         self._prompt_seconds.append(engine.load.recent.seconds)
         return state != before
@@ -171,8 +173,7 @@ class EngineView:
             **{"answers": answers.num_begun, "cache": used / cache.size if cache.size else None},
             "share": (seen[-1] - seen[0]) / max(len(seen) - 1, 1) / LOOK_SECONDS,
             "speed": PROMPT_TOKENS / took if took > 0.0 else None,
-            "step": step,
-            **{"error": self.error, "error_ago": now - self.error_at if self.error else None},
+            **{"step": step, "error": self.error},
         }
 
 
