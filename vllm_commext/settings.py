@@ -98,8 +98,8 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *(_BACKEND, "allreduce_backend"),
         *(("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"), "auto"),
-        "`auto` chooses by measurement; a name forces that backend wherever it can serve; "
-        "`vllm` forces none.",
+        "`auto` chooses by measurement; a name forces that backend where it can serve; "
+        "`vllm` keeps vLLM's.",
     ),
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE_TUNE", "allreduce_tune", ("cached", "0"), "cached"),
