@@ -52,7 +52,7 @@ def allowed(before: dict[str, int]) -> dict[str, int]:
 def num_half_closed() -> int:
     """This process's TCP connections that their other end has closed and this one has not."""
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    own = {os.readlink(link) for link in links if os.path.lexists(link)}
+    own = {os.path.basename(os.path.realpath(link)) for link in links}  # one may close meanwhile
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
     return sum(row[3] == CLOSE_WAIT and f"socket:[{row[9]}]" in own for row in rows)
 
