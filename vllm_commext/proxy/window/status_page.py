@@ -139,11 +139,10 @@ class History:
 
 
 class EngineView:
-    """An engine's state with the time of its last change, and the error while it is not ready."""
+    """An engine's state with the time of its last change."""
 
     def __init__(self, now: float) -> None:
         self.state, self.since = "", now
-        self.error = ""
         self._prompt_seconds = deque[float](maxlen=61)
 
     def look(self, engine: Engine, now: float) -> bool:
@@ -151,10 +150,6 @@ class EngineView:
         before, state = self.state, state_of(engine)
         if state != before:
             self.state, self.since = state, now
-        if state not in ("down", "suspected"):
-            self.error = ""
-        elif (detail := engine.state.detail) != "ok":
-            self.error = detail
         engine.load.look(time.monotonic())
         self._prompt_seconds.append(engine.load.recent.seconds)
         return state != before
@@ -166,6 +161,8 @@ class EngineView:
             step = load.speed.step_seconds(max(answers.num_begun, 1), context)
         took = load.speed.prefill_seconds(PROMPT_TOKENS, 0, False) if load.speed.is_known else 0.0
         used = cache.others + context + answers.coming + cache.unread
+        detail = engine.state.detail
+        error = detail if self.state in ("down", "suspected") and detail != "ok" else ""
         return {
             **{"name": engine.name, "role": engine.role, "url": engine.url, "state": self.state},
             **{"since": now - self.since, "in_flight": engine.work.in_flight},
@@ -173,7 +170,7 @@ class EngineView:
             **{"answers": answers.num_begun, "cache": used / cache.size if cache.size else None},
             "share": (seen[-1] - seen[0]) / max(len(seen) - 1, 1) / LOOK_SECONDS,
             "speed": PROMPT_TOKENS / took if took > 0.0 else None,
-            **{"step": step, "error": self.error},
+            **{"step": step, "error": error},
         }
 
 
@@ -235,8 +232,8 @@ class Window:
         self._views = {one: views.get(one) or EngineView(now) for one in engines}
         for engine, view in self._views.items():
             if view.look(engine, now):
-                told = f"{view.state}: {view.error}" if view.state == "down" else view.state
-                self._events.appendleft((now, engine.name, told))
+                detail = f": {engine.state.detail}" if view.state == "down" else ""
+                self._events.appendleft((now, engine.name, view.state + detail))
         totals = self._counted()
         self._history.count(totals - self._totals)
         self._totals = totals
