@@ -24,9 +24,16 @@ class Svg:
     shapes: list[str] = field(default_factory=list[str])
 
     def text(
-        self, x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        anchor: str = "start",
+        bold: bool = False,
+        fill: str = TEXT,
     ) -> None:
-        weight, fill = ' font-weight="bold"' if bold else "", TEXT if anchor != "end" else "white"
+        weight = ' font-weight="bold"' if bold else ""
         self.shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-family="sans-serif" font-size="12" fill="{fill}"'
             f' text-anchor="{anchor}"{weight}>{escape(text)}</text>'
@@ -117,9 +124,11 @@ def grouped(
                 svg.line(
                     left + scale * one.least, y + bar / 2, left + scale * one.most, y + bar / 2
                 )
-                end, most_x = left + scale * one.value, left + scale * max(one.most, one.value)
-                x, anchor = (left + 36, "end") if most_x - end > 30 else (most_x + 6, "start")
-                svg.text(x, y + bar - 3, f"{one.value:g}", anchor=anchor)
+                label = f"{one.value:g}"
+                if scale * (one.most - one.value) > 30:  # else it reads as the line's end
+                    svg.text(left + 36, y + bar - 3, label, anchor="end", fill="white")
+                else:
+                    svg.text(left + scale * max(one.most, one.value) + 6, y + bar - 3, label)
                 y += bar
         y += gap
     return svg

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from goodputs.contestants import limits_of  # noqa: E402
+from goodputs.contestants import FIXED, REPLICAS, limits_of  # noqa: E402
 from goodputs.rounds import OPEN_ENDED  # noqa: E402
 from goodputs.shapes import WORKLOADS  # noqa: E402
 from goodputs.simulated import LOADS, SATURATION, SPLITS  # noqa: E402
@@ -36,12 +36,10 @@ from tools import stand_in  # noqa: E402
 from vllm_commext.bench import client, figures, workload  # noqa: E402
 from vllm_commext.limits import Limits  # noqa: E402
 from vllm_commext.proxy import routes_readiness_shutdown as server  # noqa: E402
-from vllm_commext.proxy.config import ProxyConfig  # noqa: E402
+from vllm_commext.proxy.config import ADAPTIVE, ARRIVAL, AUTO, LOCAL, SHORTEST, ProxyConfig  # noqa: E402
 
 VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = 32000, 3.0, 8.0
 QUIET_SECONDS = 0.001
-ADAPTIVE, REPLICAS, FIXED = "adaptive", "replicas", "fixed"
-ORDERS = "arrival", "shortest"
 
 
 class Clock(selectors.DefaultSelector):
@@ -73,7 +71,7 @@ class Way(NamedTuple):
     """One way to place requests. prefills: engines that only prefill; told: its limits."""
 
     name: str
-    order: str = "auto"
+    order: str = AUTO
     chunk: int = 2048
     prefills: int = 0
     told: Limits | None = None
@@ -84,18 +82,18 @@ class Way(NamedTuple):
             return ProxyConfig((), (), urls, tpot_ms=tpot, ttft_ms=first)
         if num := self.prefills:
             return ProxyConfig(urls[:num], urls[num:], prompt_order=self.order)
-        return ProxyConfig((), (), urls, prompt_order=self.order, placement="local")
+        return ProxyConfig((), (), urls, prompt_order=self.order, placement=LOCAL)
 
     def __str__(self) -> str:
+        if self.told:
+            return self.name
         split = f" {self.prefills}P" if self.prefills else ""
-        return (
-            f"{self.name}{split}" if self.told else f"{self.name}{split} {self.order} {self.chunk}"
-        )
+        return f"{self.name}{split} {self.order} {self.chunk}"
 
 
 def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Way]:
     found = [Way(ADAPTIVE, told=told) for told in args.told if ADAPTIVE in names]
-    for order, chunk in product(ORDERS, args.chunks):
+    for order, chunk in product((ARRIVAL, SHORTEST), args.chunks):
         found += [Way(REPLICAS, order, chunk)] if REPLICAS in names else []
         found += [Way(FIXED, order, chunk, one) for one in SPLITS[num] if FIXED in names]
     return found
