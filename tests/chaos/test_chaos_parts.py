@@ -11,6 +11,7 @@ from tests.chaos.judge import ERROR, LATE, RIGHT, WRONG, Answer, Recovery, judge
 from tests.chaos.report import FaultRecord, RunRecord, as_markdown, failures
 from tests.chaos.schedule import KINDS
 from tests.kit.parity import Completion
+from vllm_commext.proxy.errors_phases import Resume
 
 REFERENCE = Completion((1, 2), (5, 6), ({5: -0.1, 7: -3.0}, {6: -1.0, 8: -1.01}), "length")
 BOUND = 10.0
@@ -82,6 +83,22 @@ def test_a_run_fails_by_everything_else_that_must_hold(change: dict[str, object]
     bad = replace(good, **change)
     assert failures(bad) != []
     assert "FAILED" in as_markdown(bad)
+
+
+@pytest.mark.parametrize(
+    ("why", "talks", "failed"),
+    [
+        (Resume.RESUMED, False, False),
+        (Resume.ENDPOINT, False, True),
+        (Resume.ENDPOINT, True, False),
+        (Resume.FAILED, True, True),
+    ],
+)
+def test_a_stream_that_breaks_off_fails_a_run_unless_its_endpoint_has_no_other_end(
+    why: Resume, talks: bool, failed: bool
+) -> None:
+    settings = {"spares": True, "talks": talks}
+    assert bool(failures(RunRecord(settings, resumes=Counter({why: 1})))) == failed
 
 
 def test_growth_beyond_its_tolerance_is_found() -> None:

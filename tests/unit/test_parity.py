@@ -28,10 +28,10 @@ def test_a_logprob_may_differ_by_the_tolerance(atol: float, position: int | None
     assert compare(expected, several((4, 5), {4: -1.0}, {5: -1.25}), atol).position == position
 
 
-def test_a_missing_end_is_a_difference() -> None:
-    for shorter in ((4,), ()):
-        whole, part = several((4, 5)), several(shorter)
-        assert compare(whole, part).position == compare(part, whole).position == len(shorter)
+@pytest.mark.parametrize("shorter", [(4,), ()])
+def test_a_missing_end_is_a_difference(shorter: tuple[int, ...]) -> None:
+    whole, part = several((4, 5)), several(shorter)
+    assert compare(whole, part).position == compare(part, whole).position == len(shorter)
 
 
 def test_a_token_that_only_one_list_has_counts_beyond_the_other_lists_end() -> None:

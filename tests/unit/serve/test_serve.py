@@ -192,12 +192,19 @@ async def test_without_a_proxy_nobody_is_served_and_serve_ends(
 
 
 def test_a_slow_start_is_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PAUSES", (0.0,))
-    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.3)
-    member = supervisor.Member(plan.Command("one", ["sleep", "0.6"], ""), tmp_path / "log", str)
-    for _ in range(300):
-        member.step(member.child is not None and member.child.seconds > 0.4)
-        time.sleep(0.01)
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    member = supervisor.Member(plan.Command("one", ["sleep", "60"], ""), tmp_path / "log", str)
+    for _ in range(len(supervisor.PAUSES) + 1):
+        assert not member.is_given_up
+        member.step(None)
+        clock[0] += 2 * supervisor.STEADY_SECONDS
+        member.step(True)
+        member.step(True)
+        assert member.child is not None
+        member.child.kill()
+        member.step(None)
+        clock[0] += max(supervisor.PAUSES)
     assert member.is_given_up
 
 
