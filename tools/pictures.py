@@ -164,7 +164,7 @@ def added_latency() -> Svg:
             for engine in ("vLLM's", "ours", "ours, proxy, streamed"):
                 one = share(found[tokens, engine][column])
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
-            groups.append((f"{column}, prompt of {int(tokens):,} tokens", bars))
+            groups.append((f"{column}, {int(tokens):,}-token prompt", bars))
     names = ("NixlConnector", "our connector", "our connector and our proxy")
     return grouped(
         "Extra ms compared with one server, medians; lines: range of rounds", names, groups, 240, ""
