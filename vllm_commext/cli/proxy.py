@@ -89,7 +89,7 @@ _LEFT_OFF = {
 }
 _TURNED_ON = {
     "reuse-port": "share the port with other proxies that set this (SO_REUSEPORT)",
-    "access-log": "log a line for every request that ends",
+    "access-log": "log requests, a line each as they end",
     "client-priority": "let clients set vLLM's priority; else it is removed from requests",
 }
 _CHOSEN = {
@@ -105,8 +105,8 @@ _CHOSEN = {
     ),
     "prompt_order": (
         ORDERS,
-        "order in which prompts go to a busy engine: short ones first, or as they arrive; auto: "
-        "shortest with adaptive placement and --ttft-ms",
+        "order in which prompts go to a busy engine: short ones first, with --ttft-ms only if some "
+        "would be late, or as they arrive; auto: shortest with adaptive placement and --ttft-ms",
     ),
 }
 
