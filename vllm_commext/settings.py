@@ -74,14 +74,14 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *("VLLM_COMMEXT_CPU_COLLECTIVES", "cpu_collectives", AUTO, "auto"),
         "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
-        "`1` use shared memory where vLLM would use Gloo, `auto` on x86-64 and AArch64 alone; "
-        "`1` logs an error where it cannot run; `0` keeps vLLM's.",
+        "`1` use shared memory in place of Gloo where it is faster, `auto` on x86-64 and AArch64 "
+        "alone; `1` logs an error where it cannot run; `0` keeps vLLM's.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS", "reduce_rms", AUTO, "0"),
         "The op for MiniMax-M2's QK RMSNorm, whose rows tensor parallelism has sharded. `auto` "
         "serves with CUDA graphs on GPUs on which it was measured faster than vLLM's. `1` serves "
-        "wherever the kernel compiles, else logs an error. `0` keeps vLLM's.",
+        "wherever it can, else logs why. `0` keeps vLLM's.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS_TIMEOUT", "reduce_rms_timeout"),
@@ -93,7 +93,7 @@ TOGGLES: tuple[Toggle, ...] = (
         "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` uses "
         "this package's kernels, with CUDA graphs on one host without NVLink multicast, for "
         "messages for which a table ranks them first. `1` sends each message to the backend that "
-        "was measured fastest, or logs an error. `0` keeps vLLM's.",
+        "was measured fastest, or logs why not. `0` keeps vLLM's.",
     ),
     Toggle(
         *(_BACKEND, "allreduce_backend"),
