@@ -148,7 +148,9 @@ class Supervisor:
     async def _check(self, session: aiohttp.ClientSession) -> None:
         while True:
             names = [member for member in self.members if member.child is not None]
-            found = await asyncio.gather(*(is_there(session, one.command.url) for one in names))
+            # A proxy says 503 without a usable engine, and killing it brings none back.
+            asked = ((one.command.url, one.is_ready and one in self._proxies) for one in names)
+            found = await asyncio.gather(*(is_there(session, *one) for one in asked))
             self._answers |= zip((one.command.name for one in names), found, strict=True)
             is_new = not all(member.is_ready for member in names)
             await asyncio.sleep(LOOK_SECONDS if is_new else CHECK_SECONDS)
@@ -183,10 +185,11 @@ class Supervisor:
             child.kill()
 
 
-async def is_there(session: aiohttp.ClientSession, url: str) -> bool:
+async def is_there(session: aiohttp.ClientSession, url: str, may_refuse: bool) -> bool:
+    """Whether it answers its check: well or as it drains, or anything where it *may refuse*."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
     try:
         async with session.get(f"{url}/health", timeout=timeout) as answer:
-            return answer.status == 200 or HEADER in answer.headers
+            return may_refuse or answer.status == 200 or HEADER in answer.headers
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False

@@ -7,10 +7,11 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import ClientSession, web
@@ -160,21 +161,58 @@ def test_the_cause_of_an_end_is_the_error_that_others_follow(lines: list[str], c
 
 
 @asynccontextmanager
-async def one_that_says(status: int, **headers: str) -> AsyncIterator[str]:
+async def one_that_says(status: Callable[[], int], **headers: str) -> AsyncIterator[str]:
     """The URL of one whose checks are answered so."""
 
     async def health(_: web.BaseRequest) -> web.Response:
-        return web.Response(status=status, headers=headers)
+        return web.Response(status=status(), headers=headers)
 
     server = await asyncio.get_running_loop().create_server(web.Server(health), "127.0.0.1", 0)
     async with server:
         yield "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
 
 
+async def run(served: supervisor.Supervisor) -> int:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        return await asyncio.wait_for(served.run(), 30)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 async def test_an_engine_that_drains_does_not_count_as_one_that_hangs() -> None:
     for headers in ({drain.HEADER: "1"}, {}):
-        async with one_that_says(503, **headers) as url, ClientSession() as session:
-            assert await supervisor.is_there(session, url) == bool(headers)
+        async with one_that_says(lambda: 503, **headers) as url, ClientSession() as session:
+            assert await supervisor.is_there(session, url, False) == bool(headers)
+
+
+async def test_a_proxy_without_a_usable_engine_is_not_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    clock, early = [0.0], [503] * 4
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+
+    def status() -> int:
+        """No longer well once both are ready; time flies then."""
+        if not served.members[-1].is_ready:
+            return early.pop() if early else 200
+        clock[0] += supervisor.SILENT_SECONDS / 5
+        return 503
+
+    def say(text: str) -> None:
+        assert not early  # before then neither is ready
+        said.append(text)
+        if "killing" in text:
+            served.ask_to_end()
+
+    async with one_that_says(status) as url:
+        engine, proxy = (plan.Command(name, ["sleep", "60"], url) for name in ("engine", "proxy"))
+        served = supervisor.Supervisor([engine], [proxy], tmp_path, say, lambda: None)
+        assert await run(served) == 0
+    assert [one.split()[0] for one in said if "killing" in one] == ["engine"]
 
 
 async def test_without_a_proxy_nobody_is_served_and_serve_ends(
@@ -182,12 +220,10 @@ async def test_without_a_proxy_nobody_is_served_and_serve_ends(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(supervisor, "PAUSES", (0.0,))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    async with one_that_says(200) as url:
+    async with one_that_says(lambda: 200) as url:
         engine, proxy = (plan.Command(n, ["sleep", n], url) for n in ("60", "0.5"))
         served = supervisor.Supervisor([engine], [proxy], tmp_path, said.append, said.clear)
-        assert await asyncio.wait_for(served.run(), 30) == 1
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert await run(served) == 1
     assert said[-2:] == ["no proxy is left: stopping", "stopped"]
 
 
