@@ -108,17 +108,21 @@ def test_what_takes_long_is_told_on_standard_error(
     assert all(re.fullmatch(r"checking [a-z, ]+ \.\.\. \d+ s", line) for line in said)
 
 
-def test_what_a_probe_found_before_it_raised_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("row", "first", "names"),
+    [("", "first", ["first", "probe"]), ("row", "", ["row", "probe of row"])],
+)
+def test_what_a_probe_found_before_it_raised_is_kept(
+    row: str, first: str, names: list[str]
+) -> None:
     def probe() -> Iterator[Found]:
-        yield Found("found", name="first")
+        yield Found("found", name=first)
         raise RuntimeError("then this")
 
-    first, second = Row("gpu", "", probe).checks()
-    assert (first.name, first.value) == ("first", "found")
-    assert (second.name, second.level, second.value) == (
-        *("probe", Level.ERROR),
-        "RuntimeError: then this",
-    )
+    checks = [*Row("gpu", row, probe).checks()]
+    assert [one.name for one in checks] == names
+    assert [one.level for one in checks] == [Level.OK, Level.ERROR]
+    assert [one.value for one in checks] == ["found", "RuntimeError: then this"]
 
 
 def test_a_remedy_is_printed_unless_all_is_well() -> None:

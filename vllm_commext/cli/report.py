@@ -57,15 +57,18 @@ class Row(NamedTuple):
 
     def checks(self) -> Iterator[Check]:
         """Run the probe; what it found before it raised is kept."""
+        failure = self.name or "probe"
         try:
             found = self.probe()
             for one in (found,) if isinstance(found, Found) else found:
                 remedy = self.remedy if one.remedy is None else one.remedy
                 hint = "" if one.level is Level.OK else remedy
-                yield Check(self.section, one.name or self.name, one.value, one.level, hint)
+                name = one.name or self.name
+                failure = f"probe of {name}" if name == failure else failure
+                yield Check(self.section, name, one.value, one.level, hint)
         except Exception as error:  # noqa: BLE001 - the report must say what went wrong
             value = f"{type(error).__name__}: {error}"
-            yield Check(self.section, self.name or "probe", value, Level.ERROR)
+            yield Check(self.section, failure, value, Level.ERROR)
 
 
 EXIT_STATUS = {Level.OK: 0, Level.INFO: 0, Level.WARNING: 1, Level.ERROR: 2}
