@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,30 @@ def test_who_does_not_finish_in_time_is_closed_and_who_has_asked_is_kept(
     time.sleep(FINISH_SECONDS)
     assert patient.is_connected()
     patient.close()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_refused_messages_give_no_more_time(is_good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, taken = [0.0], list[bytes]()
+    monkeypatch.setattr(listener, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def answer(connection: listener.Connection, message: bytes) -> None:
+        connection.is_admitted = is_good
+        taken.append(message)
+        bound.send(connection, b"an answer")
+
+    bound = listener.Listener(socket.create_server((LOOPBACK, 0)), 100, answer, lambda _: None)
+    with socket.create_connection(bound._bound.getsockname()) as asker:
+        asker.sendall(OPENING)
+        for number in range(1, 4):
+            asker.sendall(ASKED)
+            while len(taken) < number:
+                bound.turn(0.0)
+            clock[0] += listener.FINISH_SECONDS / 2.5
+        asker.sendall(ASKED[:1])
+        bound.turn(0.0)
+        assert len(bound) == is_good
+    bound.close()
 
 
 def test_connections_count_for_an_ipv4_address_or_an_ipv6_network() -> None:

@@ -41,7 +41,7 @@ class Connection:
 
     Attributes:
         nonce: that of the question whose asker is told of a drain, None where it is not told.
-        since: when it became what it is: came, began a message, or last read of its answer.
+        since: when it came; once it is admitted, when it began a message or last read its answer.
     """
 
     __slots__ = (
@@ -64,6 +64,11 @@ class Connection:
         self.num_own = 0
         self.is_writing = False
         self.counted = 0
+
+    def begin_again(self) -> None:
+        """Give it its time anew, which before its first good message is none."""
+        if self.is_admitted:
+            self.since = time.monotonic()
 
     @property
     def is_unfinished(self) -> bool:
@@ -171,10 +176,10 @@ class Listener:
         if message is None or connection.socket not in self._connections:
             return
         connection.num_taken += 1
-        connection.since = time.monotonic()
         if connection.decoder.num_held:
             self._unread[connection] = None
         self._answer(connection, message)
+        connection.begin_again()
 
     def _take(self, connection: Connection) -> bytes | None:
         """The next message of a connection, None where there is none; raises ProtocolError."""
@@ -192,7 +197,7 @@ class Listener:
             self._drop(connection)
             return None
         if not had_begun:
-            connection.since = time.monotonic()
+            connection.begin_again()
         if not connection.is_greeted:
             connection.is_greeted = True
             with contextlib.suppress(OSError):  # it may have gone
@@ -205,7 +210,7 @@ class Listener:
         try:
             while out:
                 num_sent = connection.socket.send(out[0])
-                connection.since = time.monotonic()
+                connection.begin_again()
                 out[0] = out[0][num_sent:]
                 if not out[0]:
                     del out[0]
