@@ -4,6 +4,7 @@ values, and the page of metrics and warnings are those of the code."""
 import ast
 import functools
 import json
+import operator
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tests.contract.scheduled_core import Core
 from vllm_commext.nixl.decode.peers import IDLE_SECONDS, PeerState
 from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.nixl.recorder import FAILURE_REASONS
@@ -35,13 +37,13 @@ MIN_PHRASE = 12
 PLACEHOLDER = re.compile(r"%[-.\d]*[sdgf]")
 
 
-def registered(**options: Any) -> CollectorRegistry:
-    """What the connector registers under these settings of its."""
+def registered(config: Any = None, **options: Any) -> CollectorRegistry:
+    """What the connector registers under vLLM's configuration, or these settings of its."""
     registry = CollectorRegistry()
     types: dict[Any, Any] = {
         kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
     }
-    config: Any = SimpleNamespace(
+    config = config or SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config=options, is_kv_consumer=True, kv_buffer_device="cpu"
         )
@@ -63,10 +65,37 @@ def test_the_page_says_whether_prompts_are_read_while_they_are_computed(
     assert (rank.number, rank.releases, rank.reuse) == ("0", True, False)
 
 
+CHUNKS = {"model_config.attention_chunk_size": 64}
+OF_MODEL = "model_config._model_info"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reuse"),
+    [
+        ({}, True),
+        ({"speculative_config": SimpleNamespace()}, False),
+        ({OF_MODEL: SimpleNamespace(is_hybrid=True)}, False),
+        ({OF_MODEL: SimpleNamespace(is_hybrid=False, is_attention_free=True)}, False),
+        ({"model_config.hf_text_config.sliding_window": 64}, False),
+        (CHUNKS, False),
+        ({**CHUNKS, "scheduler_config.disable_hybrid_kv_cache_manager": True}, True),
+    ],
+)
+def test_the_page_says_whether_blocks_are_reused(
+    folder: Path, changes: dict[str, Any], reuse: bool
+) -> None:
+    """Else a move would rely on blocks that are not on offer."""
+    config: Any = Core._config(folder, "kv_both", "fail", False, {"reuse_blocks": True})
+    for path, value in changes.items():
+        of, _, name = path.rpartition(".")
+        setattr(operator.attrgetter(of)(config) if of else config, name, value)
+    known = read_capabilities(generate_latest(registered(config)).decode())
+    assert [rank.reuse for rank in known.ranks] == [reuse]
+
+
 def families() -> dict[str, tuple[str, set[str]]]:
-    """Each family's kind and labels, by name as a page of metrics declares it; with every option
-    that adds one."""
-    registries = registered(reuse_blocks=True), ProxyMetrics([])._registry
+    """Each family's kind and labels, by name as a page of metrics declares it."""
+    registries = registered(), ProxyMetrics([])._registry
     collectors = [one for registry in registries for one in registry._collector_to_names]
     return {one._name: (one._type, set(one._labelnames)) for one in collectors}  # type: ignore[attr-defined]
 

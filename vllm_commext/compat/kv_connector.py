@@ -61,6 +61,15 @@ def _takes_blocks_outermost(vllm_config: VllmConfig) -> bool:
     )
 
 
+def keeps_every_block(vllm_config: VllmConfig) -> bool:
+    """True unless a layer has a state or a window, as the model's configuration says: only the
+    engine's own process has the KV cache's."""
+    model = vllm_config.model_config
+    windows = (model.get_sliding_window(), model.attention_chunk_size)
+    has_windows = any(windows) and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    return not (has_windows or model.is_hybrid or model.is_attention_free)
+
+
 def attention_backends(vllm_config: VllmConfig) -> dict[str, str]:
     layers = vllm_config.compilation_config.static_forward_context
     found: dict[str, str] = {}

@@ -157,24 +157,32 @@ def streaming_of(
     )
 
 
+def why_not_reused(vllm_config: VllmConfig, config: ConnectorConfig) -> str | None:
+    """Why no blocks are reused, whatever the KV cache is, "" where it is not asked for; or None."""
+    transfer = vllm_config.kv_transfer_config
+    if not config.reuse_blocks:
+        return ""
+    if keeps_host_copy(vllm_config, config):
+        return "a copy of the cache is kept in host memory"
+    if transfer is None or not transfer.is_kv_consumer:
+        return "only engines that decode (kv_consumer, kv_both) go on with others' answers"
+    if vllm_config.speculative_config is not None:
+        return "drafts' own KV cache is not complete for the last tokens"
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return "an answer may come of a denoising step whose KV no pass has computed anew"
+    return None
+
+
 def reusing_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig
 ) -> Reusing:
-    if not config.reuse_blocks:
-        return Reusing()
-    groups, transfer = groups_of(kv_cache_config), vllm_config.kv_transfer_config
+    refusal, groups = why_not_reused(vllm_config, config), groups_of(kv_cache_config)
+    if refusal is not None:
+        return Reusing(refusal)
     if len(groups) != 1 or groups[0].kind != FULL:
         return Reusing("this model's blocks do not all stay in one group until the end")
-    if keeps_host_copy(vllm_config, config):
-        return Reusing("a copy of the cache is kept in host memory")
     if needs_zeroed_blocks(kv_cache_config):
         return Reusing("vLLM zeroes this model's blocks before it uses them")
-    if transfer is None or not transfer.is_kv_consumer:
-        return Reusing("only engines that decode (kv_consumer, kv_both) go on with others' answers")
-    if vllm_config.speculative_config is not None:
-        return Reusing("drafts' own KV cache is not complete for the last tokens")
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        return Reusing("an answer may come of a denoising step whose KV no pass has computed anew")
     block_size = groups[0].block_size
     return Reusing(
         None,

@@ -15,9 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from vllm_commext.compat.kv_connector import keeps_every_block
 from vllm_commext.nixl import recorder
 from vllm_commext.nixl.config import parse_config
-from vllm_commext.nixl.engine_facts import keeps_host_copy
+from vllm_commext.nixl.engine_facts import keeps_host_copy, why_not_reused
 from vllm_commext.nixl.first_token import FirstToken
 from vllm_commext.nixl.recorder import GAUGES, LABELS, METRICS, STREAMS, empty_data, is_empty, merge
 from vllm_commext.nixl.stream.producer import Handover
@@ -111,7 +112,7 @@ class CommextNixlPromMetrics(KVConnectorPromMetrics):
             default_port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
         )
         streams = config.stream_chunks and not keeps_host_copy(vllm_config, config)
-        reuses = config.reuse_blocks and transfer.is_kv_consumer
+        reuses = why_not_reused(vllm_config, config) is None and keeps_every_block(vllm_config)
         secret = read_secret(config.side_channel_secret_file)
         for index, values in self._values.items():
             place = write_place(config.side_channel_host, config.side_channel_port + index, secret)
