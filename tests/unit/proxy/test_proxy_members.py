@@ -269,9 +269,12 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
         assert (await admin.ask("DELETE", "/engines", {"url": added.url}))[0] == 200
         assert await answered_by(cluster) == ("prefill0", "decode0")
         assert len(pool.engines) == 2, "it still has work"
+        series = 'engine_requests_in_flight{engine="decode1",role="decode"}'
+        assert f"{series} 1.0" in await cluster.metrics()
         release.set()
         assert await running == ("prefill0", "decode1")
         await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
+        assert series not in await cluster.metrics()
 
 
 async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:

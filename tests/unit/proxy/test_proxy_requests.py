@@ -189,7 +189,6 @@ async def test_models_health_and_unknown_routes(kit: Any) -> None:
 
 async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
     release = asyncio.Event()
-
     async with kit.cluster(num_prefill=3, num_decode=2) as cluster:
         for engine in cluster.decode:
             engine.behave = kit.held(release)
@@ -197,15 +196,13 @@ async def test_load_is_spread_over_the_engines_of_each_role(kit: Any) -> None:
         calls = [engine.calls for engine in cluster.decode]
         await kit.until(lambda: sum(map(len, calls)) == 6, "all six to reach decode")
         assert [len(each) for each in calls] == [3, 3]
-        assert 'engine_requests_in_flight{engine="decode0",role="decode"} 3.0' in (
-            await cluster.metrics()
-        )
+        text = await cluster.metrics()
+        assert 'engine_requests_in_flight{engine="decode0",role="decode"} 3.0' in text
         release.set()
         assert [one.status for one in await asyncio.gather(*asking)] == [200] * 6
         assert [len(engine.calls) for engine in cluster.prefill] == [2, 2, 2]
-        count = 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 6.0'
         text = await cluster.metrics()
-        assert count in text
+        assert 'requests_total{endpoint="completions",outcome="ok",side="proxy"} 6.0' in text
         assert "commext_proxy_prefill_seconds_count 6.0" in text
 
 

@@ -118,6 +118,7 @@ class ProxyMetrics:
         began = time.monotonic()
         if began >= self._page_until:
             healthy, in_flight = self._engines
+            in_flight.clear()  # of engines that were removed
             for pool in self._pools:
                 healthy.labels(pool.role).set(pool.num_usable)
                 for engine in pool.engines:
