@@ -177,7 +177,7 @@ class Core:
         self.outputs: list[EngineCoreOutput] = []
         self.ways: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self._num_steps = 0
+        self._num_steps, self.num_running = 0, 0
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._depth = 2 if is_async else 1
 
@@ -238,6 +238,7 @@ class Core:
         EngineCoreProc._process_engine_step(self)  # pyright: ignore
         while not self.output_queue.empty():
             _, outputs = self.output_queue.get()
+            self.num_running = getattr(outputs.scheduler_stats, "num_running_reqs", -1)
             stats = getattr(outputs.scheduler_stats, "kv_connector_stats", None)
             self.ways.update(stats["first_tokens"] if stats is not None else {})
             self.failures.update(stats["failures"] if stats is not None else {})

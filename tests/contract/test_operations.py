@@ -3,6 +3,7 @@ values, and the page of metrics and warnings are those of the code."""
 
 import ast
 import functools
+import inspect
 import json
 import operator
 import re
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.metrics import loggers
+from vllm.v1.request import RequestStatus
 
-from tests.contract.scheduled_core import Core
+from tests.contract.arrivals import PROMPT, MakeCore
+from tests.contract.scheduled_core import TO_PREFILL, Core, prefilled, request_of, turn_until
 from vllm_commext.nixl.decode.peers import IDLE_SECONDS, PeerState
 from vllm_commext.nixl.prometheus import CommextNixlPromMetrics
 from vllm_commext.nixl.recorder import FAILURE_REASONS
@@ -29,7 +33,8 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "commext_nixl.json").read_text())
-NAME = re.compile(r"(?:vllm:commext|commext_proxy)_\w+")
+NAME = re.compile(r"(?:vllm:|commext_proxy_)\w+")
+OF_VLLM = re.compile(r'_(counter|gauge|histogram)_cls\(\s*name="(vllm:\w+)"')
 BY = re.compile(r"by \(([^)]*)\)")
 # Set by Prometheus, or a histogram's own.
 OTHER_LABELS = {"instance", "le"}
@@ -100,12 +105,18 @@ def families() -> dict[str, tuple[str, set[str]]]:
     return {one._name: (one._type, set(one._labelnames)) for one in collectors}  # type: ignore[attr-defined]
 
 
+def of_vllm() -> dict[str, tuple[str, set[str]]]:
+    """vLLM's own, but for labels that only one of them has."""
+    found = OF_VLLM.findall(inspect.getsource(loggers))
+    return {name: (kind, {"model_name", "engine"}) for kind, name in found}
+
+
 def samples() -> dict[str, set[str]]:
     """Every name that a query can ask for, with its labels."""
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     return {
         name + ending: labels
-        for name, (kind, labels) in families().items()
+        for name, (kind, labels) in (families() | of_vllm()).items()
         for ending in endings[kind]
     }
 
@@ -134,9 +145,11 @@ def test_the_dashboard_shows_every_metric_of_the_connector() -> None:
 
 
 def test_the_page_has_every_metric_and_no_other() -> None:
-    kinds = families()
-    declared = {name + "_total" * (kind == "counter") for name, (kind, _) in kinds.items()}
-    assert set(NAME.findall(re.sub(r"_(bucket|sum)\[", "[", PAGE))) - {"commext_nixl"} == declared
+    ours, others = (
+        {name + "_total" * (kind == "counter") for name, (kind, _) in kinds.items()}
+        for kinds in (families(), of_vllm())
+    )
+    assert set(NAME.findall(re.sub(r"_(bucket|sum)\[", "[", PAGE))) - others == ours
 
 
 def warnings() -> Iterator[tuple[str, list[str]]]:
@@ -214,6 +227,13 @@ def test_every_reason_of_a_failed_load_has_an_alert() -> None:
     assert asked == set(FAILURE_REASONS)
 
 
+def test_the_manifests_patch_the_alerts_that_they_name() -> None:
+    page = (BASE.parent / "README.md").read_text()
+    patched = re.findall(r"rules/(\d+)/alert, value: (\w+)", page)
+    assert patched
+    assert [RULES[int(index)]["alert"] for index, _ in patched] == [name for _, name in patched]
+
+
 @by_rule
 def test_the_page_has_the_alert(rule: dict[str, Any]) -> None:
     """Those that page at the page's head, the others under Tickets, where the alert links to."""
@@ -245,6 +265,19 @@ def test_a_prefill_engine_that_was_removed_raises_no_alert() -> None:
     minutes = int(rule["for"].removesuffix("m"))
     assert minutes * 60 > IDLE_SECONDS
     assert f"D has not reached a P for {minutes} minutes" in PAGE
+
+
+def test_a_prefill_engine_never_looks_hung(make_core: MakeCore, is_async: bool) -> None:
+    """Each prompt is a generated token, and what is held, or was aborted, does not run."""
+    core = make_core("kv_producer", is_async=is_async)
+    core.worker.keeps = True
+    prefilled(core, PROMPT)
+    assert core.scheduler.requests, "it is held"
+    assert (len(core.outputs[-1].new_token_ids), core.num_running) == (1, 0)
+    core.add(request_of("aborted", PROMPT[::-1], TO_PREFILL, max_tokens=1))
+    turn_until(core, lambda: core.num_running == 1)
+    core.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    turn_until(core, lambda: core.num_running == 0)
 
 
 def test_promtool_finds_nothing_in_the_rules() -> None:
