@@ -36,7 +36,8 @@ host() {
 # engine HOST ADDRESS NAME ROLE FIRST_GPU
 engine() {
     local host=$1 address=$2 name=$3 role=$4 first=$5
-    # Without UCX_TLS, UCX would find out that both "hosts" are one machine and share memory.
+    # Without UCX_TLS, UCX would find out that both "hosts" are one machine and share memory; without
+    # mapped_reads, the decode engine would map the GPU memory of the prefill engine.
     local environment=("VLLM_NIXL_SIDE_CHANNEL_HOST=$address" "VLLM_HOST_IP=$address"
         UCX_TLS=tcp UCX_NET_DEVICES=eth0)
     if [ "$DEVICE" = cpu ]; then
@@ -49,7 +50,8 @@ engine() {
         vllm serve "$MODEL" --host "$address" --port 8000 --tensor-parallel-size "$TP" \
         --served-model-name demo \
         --kv-transfer-config "{\"kv_connector\": \"CommextNixlConnector\", \"kv_role\": \"$role\",
-            \"kv_load_failure_policy\": \"recompute\"}" \
+            \"kv_load_failure_policy\": \"recompute\",
+            \"kv_connector_extra_config\": {\"mapped_reads\": \"never\"}}" \
         "${EXTRA[@]}"
 }
 

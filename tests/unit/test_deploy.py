@@ -235,6 +235,15 @@ def test_the_proxy_is_started_with_options_that_it_has_and_services_that_there_a
     assert found["livenessProbe"]["httpGet"] == {"path": "/live", "port": "http"}
 
 
+def test_engines_of_two_network_namespaces_share_no_memory() -> None:
+    """They are of one IPC namespace, in which a decode engine maps a prefill engine's GPU."""
+    script = (ROOT / "examples" / "multinode" / "run.sh").read_text()
+    (given,) = re.findall(r'--kv-transfer-config "(.*?[^\\])"', script, re.DOTALL)
+    extra = json.loads(given.replace("\\", ""))["kv_connector_extra_config"]
+    config = parse_config(extra, default_host="localhost", default_port=5600)
+    assert config.mapped_reads == "never"
+
+
 @pytest.mark.parametrize("name", [*ENGINES, "commext-proxy"])
 def test_a_pod_has_no_rights_that_it_does_not_need(name: str) -> None:
     pod = of_kind("Deployment")[name]["spec"]["template"]["spec"]
