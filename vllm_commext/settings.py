@@ -1,7 +1,7 @@
 """The toggles in one table.
 
-They are read once, when vLLM loads the plugin, into a frozen `Settings`. A later capability
-needs one row more in `TOGGLES` and nothing else here.
+The plugin reads them into a frozen `Settings` when vLLM loads it, and some capabilities read theirs
+again when they start. A later capability needs one row more in `TOGGLES` and nothing else here.
 """
 
 import difflib
