@@ -155,20 +155,22 @@ def test_the_page_has_every_metric_and_no_other() -> None:
 def warnings() -> Iterator[tuple[str, list[str]]]:
     """Where each warning of the connector stands, and the pieces of its text that never change."""
     for path in sorted((ROOT / "vllm_commext" / "nixl").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr not in ("warning", "exception", "error"):
-                    continue
-                pieces = [piece for argument in node.args for piece in constants(argument)]
-                fixed = [piece for piece in pieces if len(piece) >= MIN_PHRASE]
-                if fixed:
-                    yield f"{path.name}:{node.lineno}", fixed
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)):
+            nodes = list(ast.walk(function))
+            texts = {ast.unparse(n.targets[0]): n.value for n in nodes if isinstance(n, ast.Assign)}
+            for node in (one for one in nodes if isinstance(one, ast.Call)):
+                if getattr(node.func, "attr", "") in ("warning", "exception", "error"):
+                    told = [texts.get(ast.unparse(one), one) for one in node.args]
+                    pieces = [piece for one in told for piece in constants(one)]
+                    yield f"{path.name}:{node.lineno}", pieces
 
 
 def constants(argument: ast.expr) -> Iterator[str]:
     for node in ast.walk(argument):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from (piece.strip(" :,;.") for piece in PLACEHOLDER.split(node.value))
+            pieces = (piece.strip(" :,;.") for piece in PLACEHOLDER.split(node.value))
+            yield from (piece for piece in pieces if len(piece) >= MIN_PHRASE)
 
 
 def test_the_page_has_every_warning() -> None:
