@@ -16,7 +16,7 @@ ATTACK_OUT ?= attack-report
 SOAK_SECONDS ?= 28800
 SEED ?= 1
 CHAOS_REQUESTS ?= 2000
-FAULTS ?= 114
+FAULTS ?=
 CHAOS_OUT ?= chaos-report
 PYTEST_ARGS ?=
 BENCH_OUT ?= build/bench
@@ -89,10 +89,10 @@ bench: env ## The benchmarks that need no GPU, short; reports in BENCH_OUT=build
 	$(BIN)/python benchmarks/proxy.py --rounds 1 --seconds 3
 	$(BIN)/python benchmarks/serve.py --quick --out $(BENCH_OUT)/serve
 
-chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=114 CHAOS_OUT=chaos-report
+chaos: env ## Long chaos run with a report; SEED=1 CHAOS_REQUESTS=2000 FAULTS=N CHAOS_OUT=chaos-report
 	COMMEXT_TEST_LONG=1 COMMEXT_INTERRUPTS=200 $(PYTEST) tests/chaos -m long
 	$(BIN)/python -m tests.chaos --seed $(SEED) --requests $(CHAOS_REQUESTS) \
-		--faults $(FAULTS) --talks --out $(CHAOS_OUT)
+		$(if $(FAULTS),--faults $(FAULTS)) --talks --out $(CHAOS_OUT)
 
 soak: env ## Hours at one request a second with a fault every few minutes; samples go on in benchmarks/results/soak.jsonl; SOAK_SECONDS=28800
 	$(BIN)/python -m tools.soak --seconds $(SOAK_SECONDS)

@@ -1,6 +1,6 @@
 """The long chaos run: real servers, constant load, seeded faults, a report.
 
-    python -m tests.chaos --seed 1 --requests 2000 --faults 104 --out chaos-report
+    python -m tests.chaos --seed 1 --requests 2000 --faults 114 --out chaos-report
 
 writes chaos-report.md, and the servers' logs into chaos-report.logs/.  Exit status: 0 where
 everything held, 1 where not.
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", dest="num_requests", type=int, default=2000)
-    parser.add_argument("--faults", dest="num_faults", type=int, default=104)
+    parser.add_argument("--faults", dest="num_faults", type=int, default=114)
     parser.add_argument("--clients", dest="num_clients", type=int, default=3)
     parser.add_argument(
         "--kinds", type=lambda text: tuple(text.split(",")), default=tuple(KINDS), help="by commas"
