@@ -56,7 +56,7 @@ def test_shares_are_as_if_nothing_had_been_asked_between_the_answers(
 
 
 def test_an_answer_may_be_a_third_longer_or_shorter_though_all_were_alike() -> None:
-    lengths = Lengths()
+    lengths = Lengths(())
     for _ in range(200):
         lengths.add(256)
     shares = [longer(lengths, tokens) for tokens in (160, 200, 256, 320, 400)]

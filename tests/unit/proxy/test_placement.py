@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_commext.limits import Limits
+from vllm_commext.proxy.policy.answer_lengths import Lengths
 from vllm_commext.proxy.policy.engine_load import Answer, EngineLoad, Speeds
 from vllm_commext.proxy.policy.engine_speed import EngineSpeed
 from vllm_commext.proxy.policy.placement import (
@@ -31,6 +32,7 @@ quick = settings(max_examples=60, deadline=None)
 def planner(first_token: float = 0.0, per_token: float = 0.0, answer_tokens: int = 160) -> Planner:
     """One that has seen engines of a step of `STEP` and of `TOKEN` for each of a prompt."""
     made = Planner(Limits(per_token, first_token))
+    made.shared.lengths = Lengths(())
     speed = EngineSpeed(made.shared)
     for tokens in (500, 4000, 1000, 8000, 2000, 500, 4000, 1000, 8000, 2000) * 3:
         speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)

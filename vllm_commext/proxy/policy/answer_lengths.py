@@ -1,6 +1,7 @@
 """Lengths of answers to come, as recent ones had them. Pure."""
 
 import math
+from collections.abc import Iterable
 from itertools import accumulate
 
 _FORGETTING = 0.995
@@ -13,19 +14,13 @@ places = [_NUM_BINS - int(math.log(count or 1) / _GROWTH) for count in range(MOS
 _SPREAD = {offset: (4 - abs(offset)) / 16.0 for offset in range(-3, 4)}
 """Weights of the neighbouring bins: a length may be a third more or less."""
 UNKNOWN_LENGTHS = 32, 64, 128, 256, 512
-"""Tokens that answers are taken to have before any has ended."""
+"""Tokens of answers that are taken to have ended before: the first that end are short ones."""
 
 
 class Lengths:
-    """Distribution of answers' tokens, by recent ones."""
+    """Distribution of answers' tokens, by recent ones. ended: those to begin with."""
 
-    def __init__(self) -> None:
-        self._forget()
-        for tokens in UNKNOWN_LENGTHS:
-            self._learn(tokens)
-        self._is_known = False
-
-    def _forget(self) -> None:
+    def __init__(self, ended: Iterable[int] = UNKNOWN_LENGTHS) -> None:
         self._counts = [0.0] * (_NUM_BINS + 1)
         """Longest first, half of each in the next: of those as long as one half are longer."""
         self._weight = 1.0
@@ -33,14 +28,10 @@ class Lengths:
         self._num_samples, self._sums = 0.0, [0.0]
         """Of the first counts, as far as they are worked out."""
         self.mean = 0.0
+        for tokens in ended:
+            self.add(tokens)
 
     def add(self, tokens: int) -> None:
-        if not self._is_known:
-            self._forget()
-            self._is_known = True
-        self._learn(tokens)
-
-    def _learn(self, tokens: int) -> None:
         self._weight /= _FORGETTING
         middle = places[min(tokens, MOST_BINNED - 1)] - 1
         del self._sums[max(middle + min(_SPREAD), 0) + 1 :]
