@@ -19,9 +19,10 @@ from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
 MAX_LATEST = 1 << 16
 """Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
 K = TypeVar("K")
-WINDOW, FEW = 3, 4
-"""Engines compared for a request, others each time, of more than `FEW`: the best of more would get
-too many."""
+WINDOW = 5
+"""Most engines compared for a request, others each time: the best of more would get too many."""
+IDLEST = 3
+"""Engines with the least work on prompts, compared if the first token is late at all of those."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Plan:
 
 
 def num_compared(num_engines: int) -> int:
-    return num_engines if num_engines <= FEW else WINDOW
+    return min(num_engines, WINDOW)
 
 
 def is_adaptive(mode: str, decode: EnginePool) -> bool:
@@ -189,7 +190,7 @@ def _usable(engines: Sequence[Engine], of: Prefix, failed: Collection[Engine]) -
 
 def _idlest(pool: EnginePool) -> Sequence[Engine]:
     usable = [one for one in pool.engines if one.usable]
-    return nsmallest(WINDOW, usable, key=lambda one: one.load.prompts.seconds)
+    return nsmallest(IDLEST, usable, key=lambda one: one.load.prompts.seconds)
 
 
 def least_work(
