@@ -15,7 +15,9 @@ from vllm_commext.proxy.policy.placement import (
     BY_ANSWER,
     BY_BOTH,
     BY_PROMPT,
+    FIRST_ANSWER,
     MAX_SEEN,
+    OTHERS_MISSED,
     Candidate,
     Planner,
     Way,
@@ -145,15 +147,35 @@ def test_a_prompt_is_handed_over_where_a_running_answer_would_come_late(
         assert placed.first_token == pytest.approx(4000 * TOKEN + 0.01, rel=0.1)
 
 
-def test_a_limit_to_the_first_token_outweighs_one_late_answer_no_more() -> None:
-    """A prefill engine with a queue is no way out; with more, or near to the own limit, it is."""
-    cases = (0, 0.008, True), (1, 0.008, True), (4, 0.008, False), (1, 0.0075, False)
+def test_a_limit_to_the_first_token_outweighs_an_answer_that_may_be_late_no_more() -> None:
+    """A prefill engine with a queue is no way out; with more, or if one is late for sure, it is."""
+    cases = (0, 0.009, True), (1, 0.009, True), (4, 0.009, False), (1, 0.008, False)
     for num_running, limit, is_local in cases:
         source, target = engines(made := planner(first_token=0.5, per_token=limit))
         source.load.ask(40000, 0, NOW - 0.1)
         for _ in range(num_running):
             running(target.load, 100, 100 * limit)
         assert place(made, [source], [target]).is_local == is_local
+
+
+@pytest.mark.parametrize(("share", "is_second"), [(0.0, True), (0.5, False)])
+def test_an_engine_without_answers_is_left_to_prompts_if_these_take_time(
+    share: float, is_second: bool
+) -> None:
+    """A step with one more answer takes 0.1 ms more, so an engine of its own would be faster."""
+    made = planner(first_token=5.0, per_token=0.02)
+    first, second = both = engines(made)
+    for num in (1, 4, 8) * 40:
+        first.load.speed.note_steps(num, 4000 * num, STEP + 1e-4 * num)
+    running(first.load, 50, 50 * STEP)
+    for one in both:
+        one.load.look(NOW)
+        one.load.recent.share = share
+    placed = place(made, both, both)
+    assert (placed.decode is second) == is_second
+    without = sum(one.answer for one in (_Costs(one, 4000, NOW) for one in both))
+    with_share = sum(one.answer for one in (_Costs(one, 4000, NOW, share) for one in both))
+    assert with_share - without == pytest.approx(FIRST_ANSWER * share)
 
 
 @pytest.mark.parametrize(
@@ -289,16 +311,17 @@ def plainly(
     sources = prefill if of.shared.limits.tpot else []
     seen = max(2, MAX_SEEN // len({one.key for one in (*prefill, *decode)}))
     pairs = [(one, one) for one in decode] + [(p, d) for p in sources for d in decode if p != d]
-    made = {one.key: _Costs(one, 4000, NOW) for one in (*prefill, *decode)}
+    share = sum(one.load.recent.share for one in decode) / len(decode)
+    made = {one.key: _Costs(one, 4000, NOW, share) for one in (*prefill, *decode)}
     options = of._options([made[p.key] for p in sources], [made[d.key] for d in decode])
 
     def cost(idx: int) -> float:
         total, _, source, at, _, _ = options[idx]
         assert (source.candidate, at.candidate) == pairs[idx]
         if source is at:
-            return total + max(0.0, plainly_late(at, BY_BOTH, seen))
+            return total + OTHERS_MISSED * max(0.0, plainly_late(at, BY_BOTH, seen))
         late = plainly_late(source, BY_PROMPT, seen) + plainly_late(at, BY_ANSWER, seen)
-        return total + max(0.0, late)
+        return total + OTHERS_MISSED * max(0.0, late)
 
     source, at = pairs[min(range(len(pairs)), key=cost)]
     return source.key, at.key
@@ -331,6 +354,7 @@ def test_what_cannot_win_is_left_out_and_the_best_is_found() -> None:
                 load.speed.note_steps(num, 4000 * num, STEP + slope * num)
             both[idx] = candidate._replace(held_tokens=rng.choice((0, 0, 1000, 3900)))
             give_work(load, random.Random(work_seed))
+            load.look(NOW)
             load.recent.share = rng.choice((0.0, 0.2, 0.6))
         prefill = both if rng.random() < 0.6 else both[: rng.randint(1, len(both))]
         decode = both if rng.random() < 0.8 else both[-rng.randint(1, len(both)) :]

@@ -28,6 +28,10 @@ MARGIN = 0.1
 """Share of a limit below it in which an answer is the less sure to be in time the nearer it is."""
 OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
+OTHERS_MISSED = 1.5
+"""Weight of other answers' missed limits: the least of several estimates is mostly too low."""
+FIRST_ANSWER = 0.05
+"""Missed limits of later prompts that an engine's first answer costs, if prompts take all time."""
 
 
 class Candidate(NamedTuple):
@@ -76,14 +80,16 @@ class _Steps(NamedTuple):
 class _Costs:
     """Expected seconds at one engine: backlog, prefill, and until there is room for the prompt.
     busy: until a new answer may begin. late: answers made late, by cause. prompt, answer: what each
-    costs there, in missed limits."""
+    costs there, in missed limits. prompts_share: of the engines' time."""
 
     __slots__ = (
         *("answer", "backlog", "busy", "candidate", "late", "prefill", "prompt", "prompt_room"),
         *("free", "steps"),
     )
 
-    def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
+    def __init__(
+        self, candidate: Candidate, tokens: int, now: float, prompts_share: float = 0.0
+    ) -> None:
         self.candidate = candidate
         load, held, _ = candidate
         load.look(now)
@@ -107,6 +113,8 @@ class _Costs:
             crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
         # A second without room counts as a missed limit.
         self.answer = crowd + room + DELAY_WEIGHT * pace * length
+        if num == 0.0 < tpot:
+            self.answer += FIRST_ANSWER * prompts_share
         self.late: dict[int, float] = {}
 
 
@@ -135,10 +143,11 @@ class Planner:
         others."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        sources = targets = [_Costs(one, tokens, now) for one in decode]
+        share = sum([one.load.recent.share for one in decode]) / len(decode)
+        sources = targets = [_Costs(one, tokens, now, share) for one in decode]
         if prefill is not decode:
             costs = {one.candidate.load: one for one in targets}
-            sources = [costs.get(one.load) or _Costs(one, tokens, now) for one in prefill]
+            sources = [costs.get(one.load) or _Costs(one, tokens, now, share) for one in prefill]
         seen = max(2, MAX_SEEN // len({*targets, *sources}))
         options = self._options(sources if self.shared.limits.tpot else [], targets, are_all)
         options.sort()
@@ -147,11 +156,12 @@ class Planner:
             cost, idx, source, at, _, _ = option
             if cost > least:
                 break  # even if it makes no other answer late
-            most = least - cost  # less than for those before, so what stopped there is enough
+            # Less than for those before, so what stopped there is enough.
+            most = (least - cost) / OTHERS_MISSED
             others = self._late(source, BY_BOTH if source is at else BY_PROMPT, now, seen, most)
             if source is not at and others <= most:
                 others += self._late(at, BY_ANSWER, now, seen, most)
-            cost += others if others > 0.0 else 0.0
+            cost += OTHERS_MISSED * others if others > 0.0 else 0.0
             if cost < least or (cost == least and idx < best[1]):
                 best, least = option, cost
         _, _, source, at, first, late = best
