@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.limits import Limits
+from vllm_commext.proxy.config import ADAPTIVE
+from vllm_commext.proxy.engines.affinity import Prefix
+from vllm_commext.proxy.engines.choice import WINDOW, Chooser
+from vllm_commext.proxy.engines.engine import BOTH, DECODE, PREFILL, ROLES, EnginePool
 from vllm_commext.proxy.policy.answer_lengths import UNKNOWN_LENGTHS, Lengths
+from vllm_commext.proxy.policy.placement import Planner
 
 BODY = {"prompt": "w" * 8000, "max_tokens": 64, "stream": True}
 PLACED = "X-Commext-Placement"
@@ -104,6 +110,25 @@ async def test_engines_without_prompts_take_what_is_late_if_few_answers_pay(
         headers = (await cluster.ask({**BODY, "prompt": [5] * 2000})).headers
         computes = headers.get("X-Commext-Prefill", headers["X-Commext-Decode"])
         assert (computes in ("engine9", "engine10", "engine11")) is (num == 0)
+
+
+def test_a_conversation_finds_its_engine_among_more_than_are_compared() -> None:
+    planner = Planner(Limits(1.0, 1.0))
+    pools = {role: EnginePool(role, 1 << 20, planner.new_load) for role in ROLES}
+    for idx in range(3 * WINDOW):
+        pools[PREFILL].join(engine := pools[DECODE].add(f"http://{idx}", BOTH))
+        engine.state.healthy = True
+        know(engine.load)
+    chooser, prefix = Chooser(ADAPTIVE, planner, pools), Prefix((), 0.0, b"session", 4000)
+    first = chooser.plan(prefix, 4000, (), True)
+    assert first is not None
+    assert first.decode is not None
+    first.decode.memory.note(prefix)
+    for _ in range(6):
+        assert chooser.plan(Prefix(tokens=10), 10, (), True) is not None
+        again = chooser.plan(prefix, 4000, (), True)
+        assert again is not None
+        assert again.decode is first.decode
 
 
 async def test_the_best_of_four_stays_the_best_where_its_first_token_is_late(kit: Any) -> None:

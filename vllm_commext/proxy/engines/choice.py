@@ -168,7 +168,7 @@ class Chooser:
         return engine
 
     def _window(self, name: bytes, pool: EnginePool) -> Sequence[Engine]:
-        """The next engines in turn, and the one that had the prompt's beginning last."""
+        """The next engines in turn, one of them the one that had the prompt's beginning last."""
         engines = pool.engines
         start = self._turn % max(len(engines), 1)
         num = num_compared(len(engines))
@@ -176,7 +176,7 @@ class Chooser:
         window += engines[: min(start, num - len(window))]
         last = self._last.get(name)
         if last in pool.members and last not in window:
-            window.append(last)
+            window[-1] = last
         return window
 
 
