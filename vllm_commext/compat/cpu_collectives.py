@@ -1,8 +1,8 @@
 """Sums and gathers through shared memory in vLLM's communicator for CPUs.
 
-vLLM has shared memory of its own for that only in its build for AVX-512; everywhere else a sum goes
-through Gloo: TCP, and several threads that wake one another. The communicator takes both from an
-object with torch.distributed's functions, and that object is what it gets from us."""
+vLLM has shared memory of its own for that only in builds for AVX-512 and AArch64; everywhere else a
+sum goes through Gloo: TCP, and several threads that wake one another. The communicator takes both
+from an object with torch.distributed's functions, and that object is what it gets from us."""
 
 import functools
 import logging

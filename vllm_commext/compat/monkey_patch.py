@@ -46,7 +46,7 @@ INVENTORY: tuple[MonkeyPatch, ...] = (
         why="a tensor-parallel group on CPUs gets our ring buffers instead of Gloo; no hook",
         guard="`cpu_collectives` fits; the native extension is built",
         test="tests/contract/test_cpu_collectives.py",
-        removal="vLLM's own shared memory serves every CPU, not only those with AVX-512",
+        removal="vLLM's own shared memory serves every CPU, not only AVX-512 and AArch64",
     ),
     MonkeyPatch(
         ("vllm.v1.engine.core:EngineCoreProc._process_engine_step",),
