@@ -186,7 +186,7 @@ class Supervisor:
 
 
 async def is_there(session: aiohttp.ClientSession, url: str, may_refuse: bool) -> bool:
-    """Whether it answers its check: well or as it drains, or anything where it *may refuse*."""
+    """True if its check is answered: with 200, in a drain, or by anything if it *may_refuse*."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
     try:
         async with session.get(f"{url}/health", timeout=timeout) as answer:

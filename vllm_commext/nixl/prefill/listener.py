@@ -66,7 +66,7 @@ class Connection:
         self.counted = 0
 
     def begin_again(self) -> None:
-        """Give it its time anew, which before its first good message is none."""
+        """Restart its time; before its first valid message that runs on."""
         if self.is_admitted:
             self.since = time.monotonic()
 
