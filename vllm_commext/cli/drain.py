@@ -112,7 +112,11 @@ def work_left(url: str) -> dict[str, float] | None:
             "held for decode engines": sum(value for name, value in samples if name == HELD),
         }
     except (OSError, ValueError, TypeError, LookupError, http.client.HTTPException) as error:
-        raise EngineAwayError(f"cannot reach an engine at {url}: {error!r}") from error
+        why = error.reason if isinstance(error, urllib.error.URLError) else repr(error)
+        raise EngineAwayError(
+            f"cannot reach an engine at {url}: {why}; check --url, and undo this drain (--undo) if "
+            "the engine is to serve"
+        ) from error
 
 
 def _get(url: str) -> tuple[Any, str]:
