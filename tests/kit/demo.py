@@ -59,7 +59,7 @@ def verdict(claims: Sequence[Claim]) -> str:
         f"{'ok  ' if claim.held else 'FAIL'}  {claim.text} ({claim.detail})" for claim in claims
     ]
     broken = sum(not claim.held for claim in claims)
-    end = f"{broken} of {len(claims)} did NOT hold" if broken else f"all {len(claims)} held"
+    end = f"{broken} of {len(claims)} FAILED" if broken else f"all {len(claims)} ok"
     return "\n".join([*lines, f"VERDICT: {end}"])
 
 
@@ -90,7 +90,7 @@ class Demo:
             served.wait_for_log(WINDOW, BACK_SECONDS)
             print("".join(f"        {line}\n" for line in served.log_text().splitlines()))
             got = [_ask(served, one) for one in QUESTIONS]
-            self.say(f"asking for {LONG_TOKENS} tokens, then killing the engine that answers")
+            self.say(f"asking for {LONG_TOKENS} tokens, and killing the engine midway")
             name, answer = _long_while(served, got[0][1].prompt, served.kill)
             with self.plain_server() as server:
                 self.claim_equal([_ask(server, one) for one in QUESTIONS], got)
@@ -101,7 +101,7 @@ class Demo:
             if self.stays:
                 print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
                 self.keep(served)
-            self.say("ending it by SIGTERM")
+            self.say("ending `serve` by SIGTERM")
             self.claims.append(served.claim_end())
         print(f"\n{verdict(self.claims)}", flush=True)
         return all(claim.held for claim in self.claims)
@@ -139,7 +139,7 @@ class Demo:
         self.claims.append(Claim("the killed engine restarts by itself", is_back, name))
 
     def show_drain(self, served: "Served") -> None:
-        self.say("asking the same, then draining the engine that answers")
+        self.say(f"asking for {LONG_TOKENS} tokens, and draining the engine midway")
         prompt = self.long.prompt
         name, answer = _long_while(served, prompt, lambda name: served.admin("drain", name))
         self.claim_went_on("drains", "moves", served, name, answer)
@@ -149,7 +149,7 @@ class Demo:
         self, what: str, metric: str, served: "Served", name: str, answer: Completion
     ) -> None:
         is_equal = equal(self.long, answer)
-        told = "all equal" if is_equal else str(compare(self.long, answer))
+        told = "as one server's" if is_equal else str(compare(self.long, answer))
         went = scrape(served.url).total(f"commext_proxy_{metric}_total", result="resumed")
         text = f"an answer goes on correctly at the other engine when its own {what}"
         detail = f"{name}; {LONG_TOKENS} tokens, {told}; {metric}: {went:g}"

@@ -103,7 +103,8 @@ def as_text(checks: Sequence[Check], *, every: bool) -> str:
             if check.hint:
                 lines.append(" " * len(lead) + _wrapped(f"-> {check.hint}", len(lead)))
     if not every:
-        lines.append(f"\nTo see all {len(checks)} checks: vllm-commext doctor --verbose")
+        whole = f"To see all {len(checks)} checks: vllm-commext doctor --verbose"
+        lines.append(f"\n--: off, or not here. {whole}")
     return "\n".join(lines)
 
 

@@ -77,7 +77,7 @@ def _check_gpus(wanted: int) -> None:
     found = torch.cuda.device_count()
     if wanted < 2 or found < wanted:
         raise UnsupportedError(
-            f"--tp {wanted}: expected 2 or more, and as many GPUs; found {found} GPUs"
+            f"--tp {wanted}: expected 2 or more, and a machine with so many GPUs; found {found}"
         )
     if not have_access(torch.device("cuda")):
         raise UnsupportedError(

@@ -167,7 +167,7 @@ def _engine_urls(role: str, urls: Sequence[str], may_be_empty: bool) -> tuple[st
     if not checked and not may_be_empty:
         raise ConfigError(
             f"no {role} engine given: expected at least one --{role} http://HOST:PORT; name one, "
-            "or by --engine one that takes both steps"
+            "or use --engine for engines that do both"
         )
     if repeated := {url for url in checked if checked.count(url) > 1}:
         raise ConfigError(f"{role} engine given twice: {sorted(repeated)[0]}")
