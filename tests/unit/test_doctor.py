@@ -190,7 +190,7 @@ def test_the_short_text_has_problems_first_and_then_headlines() -> None:
     ]
     found = [line.split() for line in text_of(*checks)[1:] if line]
     assert [line[0] for line in found] == [
-        *("machine", "WARN", "->", "package", "ok", "toggles", "ok", "capabilities", "ok", "To")
+        *("machine", "WARN", "->", "package", "ok", "toggles", "ok", "capabilities", "ok", "--:")
     ]
     assert [line[1] for line in found if line[0] == "ok"] == ["native", "B", "nixl"]
     lines = text_of(*checks, every=True)

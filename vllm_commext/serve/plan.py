@@ -53,8 +53,8 @@ class Request:
         """Raise `ConfigError` for GPUs that cannot be divided so, or an option that is set here."""
         if len(self.gpus) % self.tp or len(set(self.gpus)) < len(self.gpus):
             raise ConfigError(
-                f"--gpus {','.join(self.gpus)}: expected each GPU once, and --tp "
-                f"{self.tp} to divide their number; name other GPUs, or another --tp"
+                f"--gpus {','.join(self.gpus)}: expected each GPU once, and their number a "
+                f"multiple of --tp {self.tp}; name other GPUs, or another --tp"
             )
         for option in self.engine_args:
             if option.partition("=")[0] in OURS:
