@@ -166,9 +166,8 @@ def added_latency() -> Svg:
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, {int(tokens):,}-token prompt", bars))
     names = ("NixlConnector", "our connector", "our connector and our proxy")
-    return grouped(
-        "Extra ms compared with one server, medians; lines: range of rounds", names, groups, 240, ""
-    )
+    title = "Extra ms to the token, beside one server; medians; lines: range of rounds"
+    return grouped(title, names, groups, 240, "")
 
 
 def kill_and_drain() -> Svg:
