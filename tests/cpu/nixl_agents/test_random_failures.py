@@ -203,7 +203,9 @@ def test_every_request_ends_whatever_raises(
     injector = inject(prefill, decode, monkeypatch, dice)
     requests = Requests(prefill, decode, dice)
     begun = time.monotonic()
-    for number in range(num_requests):
+    for number in range(2 * num_requests):
+        if number >= num_requests and requests.num_right > num_requests / 3:
+            break  # which are met depends on threads' times, too: 93 of 300 were right once
         wait_for_back_off(decode)
         requests.start(number)
         wait_until(
