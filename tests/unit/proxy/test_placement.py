@@ -173,7 +173,7 @@ def test_an_engine_without_answers_is_left_to_prompts_if_these_take_time(
         one.load.recent.share = share
     placed = place(made, both, both)
     assert (placed.decode is second) == is_second
-    without = sum(one.answer for one in (_Costs(one, 4000, NOW) for one in both))
+    without = sum(one.answer for one in (_Costs(one, 4000, NOW, 0.0) for one in both))
     with_share = sum(one.answer for one in (_Costs(one, 4000, NOW, share) for one in both))
     assert with_share - without == pytest.approx(FIRST_ANSWER * share)
 
@@ -444,9 +444,9 @@ def test_steps_are_as_long_by_an_answer_that_is_to_come_as_by_one_that_has_begun
     for context in (1000, 32000) * 15:
         one.load.speed.note_steps(1, context, STEP + 1e-7 * context)
     answer = one.load.expect(16000, NOW)
-    to_come = _Costs(one, 4000, NOW).steps.step
+    to_come = _Costs(one, 4000, NOW, 0.0).steps.step
     answer.begin(NOW)
-    assert to_come == _Costs(one, 4000, NOW).steps.step > STEP
+    assert to_come == _Costs(one, 4000, NOW, 0.0).steps.step > STEP
 
 
 def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
@@ -456,10 +456,10 @@ def test_an_answer_whose_prompt_waits_counts_where_it_is_to_be() -> None:
     (one,) = engines(made, 1)
     for num in 10 * (1, 4, 16):
         one.load.speed.note_steps(num, 4000 * num, STEP + 5e-5 * num)
-    alone, way = _Costs(one, 4000, NOW).steps.step, place(made, [one], [one])
+    alone, way = _Costs(one, 4000, NOW, 0.0).steps.step, place(made, [one], [one])
     planned = made.note(way, 4000, NOW)
     assert one.load.to_come(NOW) == pytest.approx((0.5, 2000))
-    costs = _Costs(one, 40000, NOW)
+    costs = _Costs(one, 40000, NOW, 0.0)
     assert costs.steps.step > alone
     assert made._late(costs, BY_PROMPT, NOW, MAX_SEEN) == pytest.approx(0.5)
     planned.end()
@@ -516,7 +516,7 @@ def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_man
     for _ in range(num_answers):
         running(target.load, 20, 20 * 0.009)
     source.load.recent.share, target.load.recent.share = 0.9, 0.2
-    costs = _Costs(target, 4000, NOW)
+    costs = _Costs(target, 4000, NOW, 0.0)
     assert costs.steps.pace > limit
     assert (costs.steps.slower > limit) == is_full
     assert place(made, [source, target], [source, target]).decode is (source if is_full else target)
@@ -531,7 +531,7 @@ def test_answers_are_late_where_one_more_makes_steps_longer_than_the_limit(
     made = planner(per_token=per_token)
     (one,) = engines(made, 1)
     running(one.load, 10, 10 * STEP)
-    costs = _Costs(one, 4000, NOW)
+    costs = _Costs(one, 4000, NOW, 0.0)
     costs.steps = costs.steps._replace(step=STEP, slower=0.008, pace=0.008)
     late = made._late(costs, BY_ANSWER, NOW, MAX_SEEN)
     assert late == (0.0 if per_token == 0.008 else 1.0)

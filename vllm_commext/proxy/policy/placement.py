@@ -87,9 +87,7 @@ class _Costs:
         *("free", "steps"),
     )
 
-    def __init__(
-        self, candidate: Candidate, tokens: int, now: float, prompts_share: float = 0.0
-    ) -> None:
+    def __init__(self, candidate: Candidate, tokens: int, now: float, prompts_share: float) -> None:
         self.candidate = candidate
         load, held, _ = candidate
         load.look(now)
