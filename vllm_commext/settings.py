@@ -42,7 +42,7 @@ SWITCH, AUTO = ("0", "1"), ("auto", "0", "1")
 TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *(MASTER, "enabled", SWITCH, "1"),
-        "`0` turns the whole package off: no capability is registered and vLLM is left as it is.",
+        "`0` turns the whole package off: no capability is registered.",
     ),
     Toggle(
         *(STRICT, "strict", SWITCH, "0"),
@@ -108,7 +108,7 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *("VLLM_COMMEXT_BUILD_NATIVE", "build_native", AUTO, "auto"),
-        "Read only while the package is built. `auto` leaves the native queue out where it "
+        "Used only while the package is built. `auto` leaves the native queue out where it "
         "cannot be compiled, `1` makes that an error, `0` does not try.",
     ),
 )

@@ -84,7 +84,7 @@ GONE = {
 
 _LEFT_OFF = {
     "affinity": "balance by load alone, without regard to prefix caches",
-    "resume": "end a stream with an error if its decode engine is lost",
+    "resume": "end a begun stream with an error if its decode engine is lost",
     "move": "let streams finish at a decode engine that drains",
 }
 _TURNED_ON = {

@@ -43,13 +43,13 @@ class ProxyConfig:
     both: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    prefill_timeout_seconds: float = _option(300.0, "timeout for one whole prefill step")
+    prefill_timeout_seconds: float = _option(300.0, "timeout for one prefill at an engine")
     decode_timeout_seconds: float = _option(
         600.0, "timeout for the first event of a stream; six times as long for other answers"
     )
     decode_idle_timeout_seconds: float = 120.0  # between two pieces of a stream
     client_timeout_seconds: float = _option(
-        60.0, "timeout for a client to send its request, or to read a piece of the answer"
+        60.0, "timeout for a client to send a small request, or to read a piece of the answer"
     )
     upload_bytes_per_second: int = 256 << 10  # of a body, after the client's timeout
     health_interval_seconds: float = _option(
