@@ -37,7 +37,7 @@ host() {
 engine() {
     local host=$1 address=$2 name=$3 role=$4 first=$5
     # Without UCX_TLS, UCX would find out that both "hosts" are one machine and share memory; without
-    # mapped_reads, the decode engine would map the GPU memory of the prefill engine.
+    # mapped_reads "never", the decode engine would map the GPU memory of the prefill engine.
     local environment=("VLLM_NIXL_SIDE_CHANNEL_HOST=$address" "VLLM_HOST_IP=$address"
         UCX_TLS=tcp UCX_NET_DEVICES=eth0)
     if [ "$DEVICE" = cpu ]; then
