@@ -1,7 +1,7 @@
 # What the examples' run.sh share: servers in the background, which end with the script. To be
 # sourced, by bash with `set -euo pipefail`.
 #
-# A script may set `ask_from` to a command that curl is to run under, and define `clean_up` anew for
+# A script may set `ask_from` to a command that curl is to run under, and define `clean_up` for
 # what else it has to remove.
 
 READY_SECONDS=${READY_SECONDS:-900}
