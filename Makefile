@@ -42,7 +42,7 @@ REPORTS := build/servers.xml build/pure.xml
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: env ## vllm-commext serve with a pretrained model, beside one server: an engine killed, one drained; SHOW=1 leaves it running
+demo: env ## vllm-commext serve with a pretrained model, beside one server: KV cache handed over, an engine killed, one drained; SHOW=1 leaves it running
 	$(BIN)/python -m tests.kit.demo $(if $(filter-out 0,$(SHOW)),--show)
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; three to thirteen minutes on two cores

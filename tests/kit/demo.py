@@ -1,5 +1,5 @@
-"""``python -m tests.kit.demo``: `vllm-commext serve` with a pretrained model, beside one server. An
-engine is killed and another one drained while each gives a long answer."""
+"""``python -m tests.kit.demo``: `vllm-commext serve` with a pretrained model, beside one server.
+Prompts are handed over, an engine is killed and another one drained in the middle of answers."""
 
 import argparse
 import os
@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -21,15 +22,14 @@ from tests.kit import cluster
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, chat_completion, compare, complete, near_enough
 from tests.kit.processes import stat_of
-from tests.kit.servers import CPU_ENVIRON, Server, VllmServer, free_port
+from tests.kit.servers import CPU_ENVIRON, ProxyServer, Server, VllmServer, free_port
 from tests.kit.smollm2 import write_smollm2
 from vllm_commext.errors import CommextError
 
-ARGS = (
-    *("--max-model-len", "4096", "--no-enable-prefix-caching"),
-    *("--num-gpu-blocks-override", "256"),
-)
+ARGS = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--num-gpu-blocks-override", "256"]
 MAX_TOKENS, LONG_TOKENS = 40, 120
+COMPUTED = "vllm:prompt_tokens_by_source_total"
+COUNTS = "commext_nixl_blocks", "commext_nixl_bytes", "commext_nixl_failures", "generation_tokens"
 NOISE = 1e-4
 """Nats: float32 over 30 layers, added up in another order."""
 QUESTIONS = (
@@ -42,8 +42,8 @@ QUESTIONS = (
 BEGUN_SECONDS = 1.0
 """Of a long answer, before something happens to its engine."""
 BACK_SECONDS = 300.0
-WATCH_SECONDS = 1.0
 WINDOW = "in a browser:"
+STOPPED = "All servers are stopped. `SHOW=1 make demo` leaves them running until Ctrl-C."
 Answer = tuple[str, Completion]
 
 
@@ -55,10 +55,8 @@ class Claim(NamedTuple):
 
 def verdict(claims: Sequence[Claim]) -> str:
     """A line a claim, then the verdict."""
-    lines = [
-        f"{'ok  ' if claim.held else 'FAIL'}  {claim.text} ({claim.detail})" for claim in claims
-    ]
-    broken = sum(not claim.held for claim in claims)
+    lines = [f"{'ok  ' if one.held else 'FAIL'}  {one.text} ({one.detail})" for one in claims]
+    broken = sum(not one.held for one in claims)
     end = f"{broken} of {len(claims)} FAILED" if broken else f"all {len(claims)} ok"
     return "\n".join([*lines, f"VERDICT: {end}"])
 
@@ -83,27 +81,33 @@ class Demo:
     def run(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say(f"making the model, logs in {self.folder}")
-        with _compiling():
+        # What each engine imports, so that two that start at once do not both compile it.
+        with subprocess.Popen([sys.executable, "-m", "tests.kit.compiled"]):
             self.model = write_smollm2()
-        served = self.serve()
-        with served:
+        with self.serve() as served:
             served.wait_for_log(WINDOW, BACK_SECONDS)
             print("".join(f"        {line}\n" for line in served.log_text().splitlines()))
-            got = [_ask(served, one) for one in QUESTIONS]
+            got = {"serve": [_ask(served, one) for one in QUESTIONS]}
+            got["handed over"] = self.hand_over(served)
             self.say(f"asking for {LONG_TOKENS} tokens, and killing the engine midway")
-            name, answer = _long_while(served, got[0][1].prompt, served.kill)
+            prompt = got["serve"][0][1].prompt
+            name, answer = _long_while(served, prompt, served.kill)
             with self.plain_server() as server:
                 self.claim_equal([_ask(server, one) for one in QUESTIONS], got)
-                self.long = _long(server, got[0][1].prompt)
+                self.long = _long(server, prompt)
             self.claim_went_on("is killed", "resumes", served, name, answer)
             self.claim_back(served, name)
             self.show_drain(served)
             if self.stays:
-                print(f"\n{verdict(self.claims)}\n\nIn a browser: {served.window}", flush=True)
-                self.keep(served)
+                up = f"API: {served.url}/v1\nIn a browser: {served.window}"
+                print(f"\n{verdict(self.claims)}\n\n{up}", flush=True)
+                self.say("everything stays up until Ctrl-C")
+                with suppress(KeyboardInterrupt):
+                    while served.running():
+                        time.sleep(1.0)
             self.say("ending `serve` by SIGTERM")
             self.claims.append(served.claim_end())
-        print(f"\n{verdict(self.claims)}", flush=True)
+        print(f"\n{verdict(self.claims)}\n\n{STOPPED}", flush=True)
         return all(claim.held for claim in self.claims)
 
     def say(self, text: str) -> None:
@@ -122,14 +126,42 @@ class Demo:
         command += [*cluster.ENGINE_ARGS, "--served-model-name", cluster.MODEL_NAME, *ARGS]
         return Served("serve", command, folder, port=port, environ=CPU_ENVIRON)
 
-    def claim_equal(self, expected: Sequence[Answer], got: Sequence[Answer]) -> None:
-        num_equal = 0
-        for question, (text, one), (other, two) in zip(QUESTIONS, expected, got, strict=True):
+    def hand_over(self, served: "Served") -> list[Answer]:
+        """Answers by a proxy with fixed roles, and a claim by the engines' counters."""
+        self.say(
+            "asking by a second proxy with fixed roles: engine0 for prompts, engine1 for answers"
+        )
+        urls = [served.engine(name)["url"] for name in ("engine0", "engine1")]
+        before = [scrape(url) for url in urls]
+        with ProxyServer("roles", urls[:1], urls[1:], self.folder) as proxy:
+            answers = [_ask(proxy, one) for one in QUESTIONS]
+        added = [scrape(url).minus(one) for url, one in zip(urls, before, strict=True)]
+        computed = [one.total(COMPUTED, source="local_compute") for one in added]
+        blocks, size, failed, given = (added[1].total(f"vllm:{name}_total") for name in COUNTS)
+        num_prompt = sum(len(one.prompt) for _, one in answers)
+        num_given = sum(len(one.token_ids) for _, one in answers)
+        read = f"{blocks:g} blocks, {size:,.0f} bytes, failures: {failed:g}"
+        print(f"        engine0's /metrics: computed {computed[0]:g} of {num_prompt} prompt tokens")
+        print(f"        engine1's /metrics: computed {computed[1]:g}, read KV cache: {read}")
+        print(f"        engine1's /metrics: generated {given:g} of {num_given} tokens", flush=True)
+        held = (computed, failed, given) == ([num_prompt, 0], 0, num_given) and blocks * size > 0
+        text = "engine0 computes prompts, engine1 reads their KV cache and answers"
+        self.claims.append(Claim(text, held, read))
+        return answers
+
+    def claim_equal(self, expected: Sequence[Answer], got: Mapping[str, Sequence[Answer]]) -> None:
+        for number, question in enumerate(QUESTIONS):
             print(f"  question     {question}")
-            print(f"  one server   {shorten(text, 100)}\n  two engines  {shorten(other, 100)}\n")
-            num_equal += equal(one, two)
-        text, detail = "answers equal those of one server", f"{num_equal} of {len(got)}"
-        self.claims.append(Claim(text, num_equal == len(got), detail))
+            for by, answers in {"one server": expected, **got}.items():
+                print(f"  {by:11}  {shorten(answers[number][0], 100)}")
+            print()
+        equals = {
+            by: sum(equal(one[1], two[1]) for one, two in zip(expected, answers, strict=True))
+            for by, answers in got.items()
+        }
+        detail = ", ".join(f"{by}: {number} of {len(expected)}" for by, number in equals.items())
+        held = min(equals.values()) == len(expected)
+        self.claims.append(Claim("answers equal those of one server", held, detail))
 
     def claim_back(self, served: "Served", name: str) -> None:
         self.say(f"waiting until {name} is back")
@@ -140,8 +172,7 @@ class Demo:
 
     def show_drain(self, served: "Served") -> None:
         self.say(f"asking for {LONG_TOKENS} tokens, and draining the engine midway")
-        prompt = self.long.prompt
-        name, answer = _long_while(served, prompt, lambda name: served.admin("drain", name))
+        name, answer = _long_while(served, self.long.prompt, partial(served.admin, "drain"))
         self.claim_went_on("drains", "moves", served, name, answer)
         served.admin("undrain", name)
 
@@ -154,13 +185,6 @@ class Demo:
         text = f"an answer goes on correctly at the other engine when its own {what}"
         detail = f"{name}; {LONG_TOKENS} tokens, {told}; {metric}: {went:g}"
         self.claims.append(Claim(text, is_equal and went == 1, detail))
-
-    def keep(self, served: "Served") -> None:
-        """Leave it up until Ctrl-C, or until it ends."""
-        self.say("everything stays up until Ctrl-C")
-        with suppress(KeyboardInterrupt):
-            while served.running():
-                time.sleep(WATCH_SECONDS)
 
 
 class Served(Server):
@@ -202,17 +226,6 @@ class Served(Server):
         return Claim("SIGTERM ends everything", self.exit_status() == 0 and not left, detail)
 
 
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Compile what each engine imports, so that two that start at once do not both do it."""
-    with subprocess.Popen([sys.executable, "-m", "tests.kit.compiled"]) as process:
-        try:
-            yield
-            process.wait(BACK_SECONDS)
-        finally:
-            process.kill()
-
-
 def _long_while(
     served: Served, prompt: Sequence[int], act: Callable[[str], object]
 ) -> tuple[str, Completion]:
@@ -224,7 +237,7 @@ def _long_while(
         engines.append(headers["X-Commext-Decode"])
         act(engines[0])
 
-    answer = _long(served, prompt, on_begin)
+    answer = _long(served, prompt, on_begin=on_begin)
     return engines[0], answer
 
 
@@ -239,31 +252,18 @@ def _ask(server: Server, question: str) -> Answer:
     return chat_completion(server.url, cluster.MODEL_NAME, question, max_tokens=MAX_TOKENS)
 
 
-def _long(
-    server: Server,
-    prompt: Sequence[int],
-    on_begin: Callable[[Mapping[str, str]], object] | None = None,
-) -> Completion:
-    return complete(
-        *(server.url, cluster.MODEL_NAME, prompt),
-        max_tokens=LONG_TOKENS,
-        stream=True,
-        on_begin=on_begin,
-    )
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=__doc__)
-    told = "leave it up afterwards, until Ctrl-C"
-    made.add_argument("--show", action="store_true", help=told)
-    told = "for the servers' logs; default: a temporary one, kept on failure"
-    made.add_argument("--folder", type=Path, help=told)
-    return made
+def _long(server: Server, prompt: Sequence[int], **options: Any) -> Completion:
+    where = server.url, cluster.MODEL_NAME, prompt
+    return complete(*where, max_tokens=LONG_TOKENS, stream=True, **options)
 
 
 def main() -> int:
     """0: everything held; 1: something did not; 2: it cannot run here."""
-    args, held = parser().parse_args(), False
+    parser = argparse.ArgumentParser(prog="python -m tests.kit.demo", description=__doc__)
+    parser.add_argument("--show", action="store_true", help="leave it up until Ctrl-C")
+    logs = "for the servers' logs; default: a temporary one, kept on failure"
+    parser.add_argument("--folder", type=Path, help=logs)
+    args, held = parser.parse_args(), False
     folder = args.folder or Path(tempfile.mkdtemp(prefix="vllm-commext-demo-"))
     try:
         held = Demo(folder.resolve(), stays=args.show).run()

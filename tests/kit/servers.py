@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, Self
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -243,7 +243,7 @@ class Server:
                 )
             time.sleep(POLL_SECONDS)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         try:
             self.start()
             self.wait_ready()
