@@ -99,8 +99,7 @@ class Demo:
             self.claim_back(served, name)
             self.show_drain(served)
             if self.stays:
-                up = f"API: {served.url}/v1\nIn a browser: {served.window}"
-                print(f"\n{verdict(self.claims)}\n\n{up}", flush=True)
+                print(f"\n{verdict(self.claims)}\n\nAPI: {served.url}/v1\nBrowser: {served.window}")
                 self.say("everything stays up until Ctrl-C")
                 with suppress(KeyboardInterrupt):
                     while served.running():
@@ -197,11 +196,10 @@ class Served(Server):
     def admin(self, path: str, name: str = "") -> Any:
         """Ask the admin port, about the engine of that name."""
         url, _, token = self.window.partition("#")
-        options: dict[str, Any] = {"headers": {"Authorization": f"Bearer {token}"}}
-        if name:
-            options["json"] = {"url": self.engine(name)["url"]}
-        method = "POST" if name else "GET"
-        return httpx.request(method, url + path, **options).raise_for_status().json()
+        headers = {"Authorization": f"Bearer {token}"}
+        method, body = ("POST", {"url": self.engine(name)["url"]}) if name else ("GET", None)
+        answer = httpx.request(method, url + path, headers=headers, json=body)
+        return answer.raise_for_status().json()
 
     def engine(self, name: str) -> Any:
         return next(one for one in self.admin("engines")["engines"] if one["name"] == name)

@@ -67,9 +67,11 @@ def state_of(page: Any, engine: str) -> Any:
 
 
 async def test_engines_that_die_come_back_and_drain_are_seen(kit: Any, tmp_path: Path) -> None:
-    async with shown(kit, tmp_path) as (cluster, page):
-        expect = playwright.expect
+    async with shown(kit, tmp_path, viewport={"width": 1000, "height": 900}) as (cluster, page):
+        expect, headers = playwright.expect, page.locator(".chart h2")
         await expect(state_of(page, "engine1")).to_have_text("ready")
+        highest = "all => Math.max(...all.map(one => one.clientHeight))"
+        assert 15 < await headers.evaluate_all(highest) < 25, "a header takes two lines"
         await cluster.both[1].stop()
         await expect(state_of(page, "engine1")).to_have_text("down")
         await expect(page.locator("#h-ready")).to_have_text("2 of 3")
