@@ -1,5 +1,5 @@
 """``python -m tests.kit.demo``: `vllm-commext serve` with a pretrained model, beside one server.
-Prompts are handed over, an engine is killed and another one drained in the middle of answers."""
+Prompts are handed over, an engine is killed and one is drained in the middle of answers."""
 
 import argparse
 import os
