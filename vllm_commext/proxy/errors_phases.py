@@ -15,6 +15,7 @@ complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
 SIDE = "X-Commext-Side"
 SIDE_PROXY = "proxy"
 ENGINES_LOST = "engines_lost"
+FINE = ("ok", "client_gone", "bad_request", "refused", "unauthorized", "shutdown")
 # What this host or process lacks, and no engine can help.
 _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 TWO_STEP = "two-step"
@@ -207,8 +208,7 @@ class Outcome:
     @property
     def has_failed(self) -> bool:
         """True where neither the client nor an end of the proxy that was asked for caused it."""
-        fine = ("ok", "client_gone", "bad_request", "refused", "unauthorized", "shutdown")
-        return self.kind not in fine
+        return self.kind not in FINE
 
     @property
     def seconds(self) -> float:
