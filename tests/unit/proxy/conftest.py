@@ -306,6 +306,11 @@ class Cluster:
             await response.read()
         return response
 
+    async def answered(self, body: Any) -> tuple[int, str | None, str | None]:
+        """A client's answer: its status, and the engines that had the prompt and the answer."""
+        headers = (response := await self.ask(body)).headers
+        return response.status, headers.get("X-Commext-Prefill"), headers.get("X-Commext-Decode")
+
     async def get(self, path: str, **kwargs: Any) -> Any:
         async with self.session.get(self.url + path, **kwargs) as response:
             await response.read()

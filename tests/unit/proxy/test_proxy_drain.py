@@ -14,22 +14,16 @@ QUICK = {"health_interval_seconds": 0.05}
 ABORTED = {"choices": [{"text": "", "finish_reason": "abort"}]}
 
 
-async def answered(cluster: Any, **changes: Any) -> tuple[int, str | None, str | None]:
-    async with cluster.post({**BODY, **changes}) as response:
-        await response.read()
-        headers = response.headers
-        return response.status, headers.get("X-Commext-Prefill"), headers.get("X-Commext-Decode")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_draining_engines_refuse_others_serve_with_the_same_parameters(
     kit: Any, stream: bool
 ) -> None:
+    body = {**BODY, "stream": stream}
     async with kit.cluster(3, 3, **NEVER) as cluster:
         for engine in (*cluster.prefill[:2], *cluster.decode[:2]):
             engine.drains = True
         for _ in range(3):
-            assert await answered(cluster, stream=stream) == (200, "prefill2", "decode2")
+            assert await cluster.answered(body) == (200, "prefill2", "decode2")
         refused = [engine.num_refused for engine in (*cluster.prefill, *cluster.decode)]
         assert refused == [1, 1, 0, 1, 1, 0], "once each, and then it is known"
         calls = [call.body["kv_transfer_params"] for call in cluster.decode[2].calls]
@@ -43,14 +37,14 @@ async def test_an_engine_that_drains_finishes_its_work_and_comes_back(kit: Any) 
     async with kit.cluster(1, 2, **QUICK) as cluster:
         first, pool = cluster.decode[0], cluster.pools[1]
         first.behave = kit.held(release)
-        running = asyncio.ensure_future(answered(cluster))
+        running = asyncio.ensure_future(cluster.answered(BODY))
         await kit.until(lambda: bool(first.calls), "the request")
         first.drains = True
         await kit.until(lambda: pool.engines[0].state.drains_itself, "the check")
         assert (pool.engines[0].state.healthy, pool.engines[0].usable) == (True, False)
         assert cluster.proxy.registry.engines[1].as_json()["draining"]
         for _ in range(3):
-            assert (await answered(cluster))[2] == "decode1"
+            assert (await cluster.answered(BODY))[2] == "decode1"
         release.set()
         assert (await running)[::2] == (200, "decode0")
         assert first.num_refused == 0
@@ -62,7 +56,7 @@ async def test_without_any_prefill_engine_left_decode_engines_go_on_alone(kit: A
     async with kit.cluster(2, 1, **NEVER) as cluster:
         for engine in cluster.prefill:
             engine.drains = True
-        assert await answered(cluster) == (200, None, "decode0")
+        assert await cluster.answered(BODY) == (200, None, "decode0")
         metrics = await cluster.metrics()
         assert 'commext_proxy_local_prefills_total{reason="prefill_away"} 1.0' in metrics
 
@@ -87,8 +81,8 @@ async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream
 
     async with kit.cluster(2, 2, **NEVER) as cluster:
         cluster.decode[0].behave = aborting
-        assert await answered(cluster, stream=stream) == (200, "prefill1", "decode1")
-        assert await answered(cluster, stream=stream) == (200, "prefill0", "decode1")
+        assert await cluster.answered({**BODY, "stream": stream}) == (200, "prefill1", "decode1")
+        assert await cluster.answered({**BODY, "stream": stream}) == (200, "prefill0", "decode1")
         assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
 
 
@@ -111,7 +105,7 @@ async def test_one_answer_that_is_given_up_moves_no_other_stream(kit: Any) -> No
             busy.behave = aborting
             (away,) = (e for e in cluster.pools[1].engines if e is not engine)
             away.state.healthy = False
-            assert (await answered(cluster, stream=True))[0] == 200
+            assert (await cluster.answered({**BODY, "stream": True}))[0] == 200
             away.state.healthy = True
             await kit.until(lambda: not engine.state.suspected, "the check")
             assert engine.usable

@@ -105,13 +105,6 @@ def write(path: Path, **engines: list[Any]) -> None:
     path.with_suffix(".new").rename(path)
 
 
-async def answered_by(cluster: Any) -> tuple[str, str]:
-    async with cluster.post(BODY) as response:
-        assert response.status == 200
-        await response.read()
-        return response.headers.get("X-Commext-Prefill", ""), response.headers["X-Commext-Decode"]
-
-
 async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_nothing(
     kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,7 +118,7 @@ async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_
         options = {**QUICK, "engines_file": str(path)}
         async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
             pool = cluster.pools[1]
-            assert await answered_by(cluster) == ("prefill0", "decode0")
+            assert await cluster.answered(BODY) == (200, "prefill0", "decode0")
             write(path, prefill=[prefill], decode=[second])
             await kit.until(lambda: [e.url for e in pool.engines] == [second.url], "the change")
             await kit.until(lambda: pool.num_usable == 1, "its first check")
@@ -133,7 +126,7 @@ async def test_a_watched_file_adds_and_removes_engines_and_a_broken_one_changes_
             await kit.until(
                 lambda: "could not refresh engines from file" in caplog.text, "the complaint"
             )
-            await answered_by(cluster)
+            assert (await cluster.answered(BODY))[0] == 200
             assert (len(first.calls), len(second.calls)) == (1, 1)
 
 
@@ -174,7 +167,7 @@ async def test_a_name_stands_for_an_engine_at_each_of_its_addresses(
         }  # fmt: skip
         async with kit.cluster(num_prefill=0, num_decode=0, **options) as cluster:
             pool = cluster.pools[1]
-            assert await answered_by(cluster) == ("prefill0", "decode0")
+            assert await cluster.answered(BODY) == (200, "prefill0", "decode0")
             addresses[:] = ["127.0.0.1", "127.0.0.2"]
             await kit.until(lambda: len(pool.engines) == 2, "the second address")
             assert pool.engines[1].url == f"http://127.0.0.2:{decode.port}"
@@ -263,16 +256,16 @@ async def test_the_admin_port_adds_drains_and_removes_engines_and_nothing_is_los
         assert (status, told["engines"][-1]["url"]) == (200, added.url)
         await kit.until(lambda: pool.num_usable == 2, "the new engine's first check")
         assert (await admin.ask("POST", "/drain", {"url": first.url}))[0] == 200
-        running = asyncio.ensure_future(answered_by(cluster))
+        running = asyncio.ensure_future(cluster.answered(BODY))
         await kit.until(lambda: bool(added.calls), "a request at the new engine")
         assert (await admin.ask("POST", "/undrain", {"url": first.url}))[0] == 200
         assert (await admin.ask("DELETE", "/engines", {"url": added.url}))[0] == 200
-        assert await answered_by(cluster) == ("prefill0", "decode0")
+        assert await cluster.answered(BODY) == (200, "prefill0", "decode0")
         assert len(pool.engines) == 2, "it still has work"
         series = 'engine_requests_in_flight{engine="decode1",role="decode"}'
         assert f"{series} 1.0" in await cluster.metrics()
         release.set()
-        assert await running == ("prefill0", "decode1")
+        assert await running == (200, "prefill0", "decode1")
         await kit.until(lambda: len(pool.engines) == 1, "the engine to go")
         assert series not in await cluster.metrics()
 
@@ -282,7 +275,7 @@ async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
     async with kit.cluster(**QUICK) as cluster:
         admin = await admin_of(tmp_path, cluster)
         cluster.decode[0].behave = kit.held(release)
-        running = asyncio.ensure_future(answered_by(cluster))
+        running = asyncio.ensure_future(cluster.answered(BODY))
         await kit.until(lambda: bool(cluster.decode[0].calls), "the request")
         wanted = {"url": cluster.decode[0].url, "wait_seconds": 0}
         _, told = await admin.ask("POST", "/drain", wanted)
@@ -293,7 +286,7 @@ async def test_draining_can_be_waited_for(kit: Any, tmp_path: Path) -> None:
         release.set()
         _, told = await waiting
         assert [e["in_flight"] for e in told["engines"] if e["role"] == "decode"] == [0]
-        await running
+        assert await running == (200, "prefill0", "decode0")
 
 
 @pytest.mark.parametrize(
