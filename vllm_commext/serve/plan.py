@@ -56,8 +56,9 @@ class Request:
                 f"--gpus {','.join(self.gpus)}: expected each GPU once, and their number a "
                 f"multiple of --tp {self.tp}; name other GPUs, or another --tp"
             )
-        for option in self.engine_args:
-            if option.partition("=")[0] in OURS:
+        for option in self.engine_args:  # vLLM also reads a name's beginning, or members
+            name = option.partition("=")[0].partition(".")[0].replace("_", "-")
+            if name.strip("-") and any(own.startswith(name) for own in OURS):
                 raise ConfigError(
                     f"{option} after --: expected options of vllm serve other than "
                     f"{', '.join(OURS)}, which this command sets; leave it out"

@@ -25,6 +25,8 @@ from vllm_commext.serve.child import STAGES, cause_of, stage_of
 from vllm_commext.serve.plan import Request
 
 REQUEST = Request("m", ("0", "1", "2", "3"), 2, 2, "127.0.0.1", 8000, 15, 1000, ("--seed", "1"))
+OURS_SPELT = ("--port", "--port=1", "-t", "-tp=2", "--kv_transfer_config", "--kv-transfer")
+OURS_SPELT += ("--kv-transfer-config.kv_role", "--kv_transfer_config.kv_role=kv_producer")
 
 
 def commands(request: Request) -> list[plan.Command]:
@@ -112,7 +114,7 @@ def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixt
         (["m", "--tpot-ms", "-5"], "--tpot-ms -5: expected at least 0"),
         (["m", "--ttft-ms", "5"], "add --tpot-ms"),
         (["/no/such/model", "--engines", "1"], "a model's config.json, got none"),
-        (["m", "--engines", "1", "--", "--port", "3"], "--port after --: expected options"),
+        *((["m", "--engines", "1", "--", one], f"{one} after --: expected") for one in OURS_SPELT),
         (["m", "--engines", "1", "--host", "192.0.2.1"], "give another --port"),
         (["m", "--engines", "1", "--logs", "/dev/null/x"], "a folder that can be written"),
     ],
