@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_commext.allreduce import limits
 from vllm_commext.allreduce.limits import ITEM_BYTES, Message
+from vllm_commext.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,8 @@ class CustomBackend(Ready):
     name = limits.CUSTOM
 
     def __init__(self, communicator: Any) -> None:
+        if communicator is None:
+            raise UnsupportedError("vLLM has none")
         self._communicator = communicator
 
     def takes(self, message: Message) -> bool:

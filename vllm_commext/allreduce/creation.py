@@ -67,8 +67,8 @@ def _makers(
     most_bytes: int,
 ) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
-    if parts.custom is not None and limits.CUSTOM in wanted:
-        makers["custom"] = lambda: CustomBackend(parts.custom)
+    if limits.CUSTOM in wanted:
+        makers["vLLM's custom all-reduce"] = lambda: CustomBackend(parts.custom)
     if limits.FLASHINFER_ONE_SHOT in wanted:
         makers["FlashInfer"] = lambda: _flashinfer(parts, table)
     if limits.PUSH in wanted and collective.world_size in limits.PUSH_WORLD_SIZES:
@@ -111,18 +111,15 @@ def create_dispatcher(
     """
     collective = Collective.over(parts.cpu_group)
     named = None if wanted is None else tuple(wanted)
-    mine = (forced, named)
-    of_ranks = collective.run(lambda: (mine, parts.custom is not None, table))
-    settings = [settings for settings, _, _ in of_ranks]
+    of_ranks = collective.run(lambda: ((forced, named), table))
+    settings = [settings for settings, _ in of_ranks]
     if len(set(settings)) != 1:
         raise UnsupportedError(
             f"expected the same settings on all ranks, got {settings} (forced backend, "
             "backends to measure); set the toggles alike"
         )
-    table = of_ranks[0][2]
-    chosen = list(wanted_backends(table, forced) if named is None else named)
-    if limits.CUSTOM in chosen and not all(has_custom for _, has_custom, _ in of_ranks):
-        chosen.remove(limits.CUSTOM)
+    table = of_ranks[0][1]
+    chosen = wanted_backends(table, forced) if named is None else named
     sized_by = table if named is None and forced is None else None
     backends: list[Backend] = []
     try:

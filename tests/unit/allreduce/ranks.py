@@ -10,6 +10,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -107,7 +108,8 @@ def check_a_failure_at_any_point_is_everybodys(rank: int, _: pytest.MonkeyPatch)
 
 def check_a_backend_that_fails_on_one_rank_is_nowhere(rank: int, patch: pytest.MonkeyPatch) -> None:
     """The next backend serves on both."""
-    rows = (Row(1 << 20, (limits.FLASHINFER_ONE_SHOT, limits.CUSTOM, limits.NCCL)),)
+    ranking = limits.FLASHINFER_ONE_SHOT, limits.CUSTOM, limits.NCCL
+    rows = Row(8, ranking[1:]), Row(1 << 20, ranking)
     table = Table(WORLD, {"float32": rows}, f"of rank {rank}")
 
     def make(*_: Any) -> StandIn:
@@ -115,8 +117,12 @@ def check_a_backend_that_fails_on_one_rank_is_nowhere(rank: int, patch: pytest.M
             raise UnsupportedError("no compiler")
         return StandIn(limits.FLASHINFER_ONE_SHOT, [])
 
+    said: list[str] = []
     patch.setattr(creation.flashinfer, "FlashInferBackend", make)
-    dispatcher = create_dispatcher(parts(), table)
+    patch.setattr(creation.logger, "warning", lambda text, *told: said.append(text % told))
+    dispatcher = create_dispatcher(replace(parts(), custom=(object(), None)[rank]), table)
+    ends = [" rank 1: UnsupportedError: vLLM has none", " rank 1: UnsupportedError: no compiler"]
+    assert [one[one.rindex(" rank") :] for one in said] == (ends if rank == 0 else [])
     out = dispatcher.all_reduce(torch.ones(4))
     assert out is not None
     assert out.tolist() == [2.0] * 4
