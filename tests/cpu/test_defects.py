@@ -1,4 +1,4 @@
-"""What goes wrong with vLLM 0.32's NixlConnector between real servers, one test a defect.
+"""What goes wrong with vLLM's NixlConnector between real servers, one test a defect.
 
     COMMEXT_TEST_CONNECTOR=vllm COMMEXT_TEST_LONG=1 pytest tests/cpu/test_defects.py
 
