@@ -82,7 +82,8 @@ def dynamo(prefill: str, decode: str, path: str, body: Body) -> list[Any]:
 def production_stack(prefill: str, decode: str, path: str, body: Body) -> list[Any]:
     """It writes the prefill server's host, as in its own list of servers, over `remote_host`."""
     headers = {"X-Request-Id": str(uuid.uuid4())}
-    first = {**_without(body, "stream_options"), "max_tokens": 1, "stream": False}
+    limits = {"max_completion_tokens"} & body.keys() | {"max_tokens"}
+    first = {**_without(body, "stream_options"), **dict.fromkeys(limits, 1), "stream": False}
     first["kv_transfer_params"] = dict(PREFILL_PARAMS)
     params = post(prefill, path, first, headers).json()["kv_transfer_params"]
     params["remote_host"] = prefill.split("://")[1].split(":")[0]
