@@ -84,6 +84,16 @@ async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream
         assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
 
 
+async def test_a_prompt_that_an_engine_gives_up_is_computed_elsewhere(kit: Any) -> None:
+    async with kit.cluster(2, 1, **NEVER) as cluster:
+        cluster.prefill[0].behave = kit.answering(200, json.dumps(ABORTED).encode())
+        assert await cluster.answered(BODY) == (200, "prefill1", "decode0")
+        cluster.pools[0].engines[1].state.healthy = False
+        assert await cluster.answered(BODY) == (200, None, "decode0")
+        assert len(cluster.prefill[0].calls) == 2
+        assert 'local_prefills_total{reason="prefill_away"} 1.0' in await cluster.metrics()
+
+
 async def test_one_answer_that_is_given_up_moves_no_other_stream(kit: Any) -> None:
     """Anybody may abort a request; whether the engine ends, its /health tells."""
     release = asyncio.Event()

@@ -290,6 +290,8 @@ async def prefilled_params(
     params = content.get("kv_transfer_params")
     if not (params is None or isinstance(params, dict)):
         raise bad_answer(engine, f"kv_transfer_params {type(params).__name__}")
+    if not params and answer_events.is_aborted(answer.body):
+        raise aborted(engine, can_retry=True)
     cached = (params or {}).get("remote_prefill_cached_tokens")
     is_told = isinstance(cached, int)
     return params or None, Cached(cached, _created(content)) if is_told else None
@@ -330,11 +332,11 @@ def engine_error(
     )
 
 
-def aborted(engine: Engine) -> ProxyError:
+def aborted(engine: Engine, can_retry: bool = False) -> ProxyError:
     """An engine that ends gives up requests with status 200; /health tells whether it does."""
     engine.state.suspect()
     message = f"{engine.name} gave the request up"
-    return _failure(engine, 502, "aborted", message, can_restart=True)
+    return _failure(engine, 502, "aborted", message, can_retry=can_retry, can_restart=True)
 
 
 def told(engine: Engine, event: bytes, losses: Losses) -> ProxyError:

@@ -334,7 +334,7 @@ class Attempt:
                 is_final = error.kind in (errors_phases.ENGINES_LOST, "overloaded")
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
                     raise
-                away = error.kind in ("no_engine", "unreachable", "lost", "draining")
+                away = error.kind in ("no_engine", "unreachable", "lost", "draining", "aborted")
                 reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
                 reason = LocalPrefill.AFTER_FAILURE if failed else reason
             else:
