@@ -84,9 +84,10 @@ async def test_a_request_that_an_engine_gives_up_is_served_anew(kit: Any, stream
         assert len(cluster.decode[0].calls) == 1, "until a check passes it is left alone"
 
 
-async def test_a_prompt_that_an_engine_gives_up_is_computed_elsewhere(kit: Any) -> None:
+@pytest.mark.parametrize("told", [(200, json.dumps(ABORTED).encode()), (500, b"EngineDeadError")])
+async def test_a_prompt_that_an_engine_gives_up_is_computed_elsewhere(kit: Any, told: Any) -> None:
     async with kit.cluster(2, 1, **NEVER) as cluster:
-        cluster.prefill[0].behave = kit.answering(200, json.dumps(ABORTED).encode())
+        cluster.prefill[0].behave = kit.answering(*told)
         assert await cluster.answered(BODY) == (200, "prefill1", "decode0")
         cluster.pools[0].engines[1].state.healthy = False
         assert await cluster.answered(BODY) == (200, None, "decode0")

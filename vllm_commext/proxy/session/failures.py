@@ -293,8 +293,7 @@ async def prefilled_params(
     if not params and answer_events.is_aborted(answer.body):
         raise aborted(engine, can_retry=True)
     cached = (params or {}).get("remote_prefill_cached_tokens")
-    is_told = isinstance(cached, int)
-    return params or None, Cached(cached, _created(content)) if is_told else None
+    return params or None, Cached(cached, _created(content)) if isinstance(cached, int) else None
 
 
 def _created(content: dict[str, Any]) -> int | None:
@@ -324,12 +323,8 @@ def engine_error(
     engine: Engine, status: int, answer: EngineAnswer, can_retry: bool = False
 ) -> ProxyError:
     kind = "engine_error" if status >= 500 else "refused"
-    return _failure(
-        *(engine, status, kind, f"{engine.name} answered {status}"),
-        can_retry=can_retry,
-        can_restart=status >= 500,
-        answer=answer,
-    )
+    more = {"can_retry": can_retry, "can_restart": status >= 500, "answer": answer}
+    return _failure(engine, status, kind, f"{engine.name} answered {status}", **more)
 
 
 def aborted(engine: Engine, can_retry: bool = False) -> ProxyError:

@@ -335,6 +335,7 @@ class Attempt:
                 if is_final or error.status < 500 or (error.answer and not error.can_restart):
                     raise
                 away = error.kind in ("no_engine", "unreachable", "lost", "draining", "aborted")
+                away = away or is_dead(error)
                 reason = LocalPrefill.PREFILL_AWAY if away else LocalPrefill.PREFILL_FAILED
                 reason = LocalPrefill.AFTER_FAILURE if failed else reason
             else:
