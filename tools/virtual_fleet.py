@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from goodputs.contestants import FIXED, REPLICAS, limits_of  # noqa: E402
+from goodputs.contestants import FIXED, REPLICAS, Contestant, limits_of, ordered  # noqa: E402
+from goodputs.engines import BOTH, EngineSet  # noqa: E402
 from goodputs.rounds import OPEN_ENDED  # noqa: E402
 from goodputs.shapes import WORKLOADS  # noqa: E402
 from goodputs.simulated import LOADS, SATURATION, SPLITS  # noqa: E402
@@ -34,9 +35,9 @@ from goodputs.simulated import LOADS, SATURATION, SPLITS  # noqa: E402
 from tests.kit.ports import LOOPBACK  # noqa: E402
 from tools import stand_in  # noqa: E402
 from vllm_commext.bench import client, figures, workload  # noqa: E402
-from vllm_commext.limits import Limits  # noqa: E402
+from vllm_commext.cli.proxy import add_arguments, make_config  # noqa: E402
 from vllm_commext.proxy import routes_readiness_shutdown as server  # noqa: E402
-from vllm_commext.proxy.config import ADAPTIVE, ARRIVAL, AUTO, LOCAL, SHORTEST, ProxyConfig  # noqa: E402
+from vllm_commext.proxy.config import ADAPTIVE, ARRIVAL, LOCAL, SHORTEST, ProxyConfig  # noqa: E402
 
 VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = 32000, 3.0, 8.0
 QUIET_SECONDS = 0.001
@@ -67,49 +68,37 @@ async def listening(runner: web.AppRunner) -> str:
     return f"http://{LOOPBACK}:{runner.addresses[0][1]}"
 
 
-class Way(NamedTuple):
-    """One way to place requests. prefills: engines that only prefill; told: its limits."""
-
-    name: str
-    order: str = AUTO
-    chunk: int = 2048
-    prefills: int = 0
-    told: Limits | None = None
-
-    def config(self, urls: tuple[str, ...]) -> ProxyConfig:
-        if self.told:
-            tpot, first = (round(1e3 * seconds) for seconds in (self.told.tpot, self.told.first))
-            return ProxyConfig((), (), urls, tpot_ms=tpot, ttft_ms=first)
-        if num := self.prefills:
-            return ProxyConfig(urls[:num], urls[num:], prompt_order=self.order)
-        return ProxyConfig((), (), urls, prompt_order=self.order, placement=LOCAL)
-
-    def __str__(self) -> str:
-        if self.told:
-            return self.name
-        split = f" {self.prefills}P" if self.prefills else ""
-        return f"{self.name}{split} {self.order} {self.chunk}"
+def config_of(way: Contestant, urls: Sequence[str]) -> ProxyConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return make_config(parser.parse_args(way.proxy_options(urls)))
 
 
-def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Way]:
-    found = [Way(ADAPTIVE, told=told) for told in args.told if ADAPTIVE in names]
-    for order, chunk in product((ARRIVAL, SHORTEST), args.chunks):
-        found += [Way(REPLICAS, order, chunk)] if REPLICAS in names else []
-        found += [Way(FIXED, order, chunk, one) for one in SPLITS[num] if FIXED in names]
+def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Contestant]:
+    chunks = [EngineSet(BOTH, chunk) for chunk in args.chunks]
+    told = args.told if ADAPTIVE in names else ()
+    found = [replace(ordered(EngineSet(BOTH, 2048), limits), name=ADAPTIVE) for limits in told]
+    for order, engines in product((ARRIVAL, SHORTEST), chunks):
+        options, text = ("--prompt-order", order), f"{order} {engines.step}"
+        if REPLICAS in names:
+            local = ("--placement", LOCAL, *options)
+            found.append(Contestant(f"{REPLICAS} {text}", engines, local))
+        for one in SPLITS[num] if FIXED in names else ():
+            found.append(Contestant(f"{FIXED} {one}P {text}", engines, options, one))
     return found
 
 
 async def play(
-    num: int, load: float, name: str, seed: int, way: Way, args: argparse.Namespace
+    num: int, load: float, name: str, seed: int, way: Contestant, args: argparse.Namespace
 ) -> dict[str, Any]:
     """A row: shares in time by pairs of limits."""
-    hardware = replace(stand_in.HARDWARE, step_tokens=way.chunk)
+    hardware = replace(stand_in.HARDWARE, step_tokens=way.engines.step)
     engines = [
         web.AppRunner(stand_in.app_of(number, hardware), access_log=None, handler_cancellation=True)
         for number in range(num)
     ]
-    urls = tuple([await listening(one) for one in engines])
-    proxy = server.make_runner(server.ProxyApp(way.config(urls)))
+    urls = [await listening(one) for one in engines]
+    proxy = server.make_runner(server.ProxyApp(config_of(way, urls)))
     url = await listening(proxy)
     await asyncio.sleep(CHECK_SECONDS)
     endpoint = await client.find(url, vocab_size=VOCABULARY)
@@ -124,7 +113,7 @@ async def play(
         for limits in ([way.told] if way.told else args.told)
     }
     cell = {"engines": num, "load": load, "workload": name, "seed": seed}
-    return {**cell, "way": str(way), "total": len(samples), "good": good}
+    return {**cell, "way": way.name, "total": len(samples), "good": good}
 
 
 def table(paths: Sequence[Path]) -> str:

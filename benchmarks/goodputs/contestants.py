@@ -87,7 +87,7 @@ def make(
             found.append(Contestant(name, EngineSet(P2P, step)))
             found.append(Contestant(f"{name} in turn", EngineSet(P2P, step), ("--in-turn",)))
         elif name == ORDERED:
-            found += [_ordered(both, limits) for limits in told]
+            found += [ordered(both, limits) for limits in told]
         else:
             raise ConfigError(f"contestants: expected some of {NAMES}, got {name!r}")
     for replica_step in replica_steps:
@@ -97,7 +97,8 @@ def make(
     return _told_apart(found)
 
 
-def _ordered(engines: EngineSet, limits: Limits) -> Contestant:
+def ordered(engines: EngineSet, limits: Limits) -> Contestant:
+    """Adaptive placement that is to keep *limits*, and short prompts first."""
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
     options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
     options += ("--prompt-order", "shortest")

@@ -186,7 +186,7 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. 0: ended by one; 2: it cannot serve, and says why."""
     try:
-        config = _config(args)
+        config = make_config(args)
     except ConfigError as error:
         return _fail(_as_typed(str(error)))
     try:
@@ -205,7 +205,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> ProxyConfig:
+def make_config(args: argparse.Namespace) -> ProxyConfig:
+    """Raises ConfigError for limits that nothing would keep."""
     names = [option.name for option in fields(ProxyConfig) if hasattr(args, option.name)]
     config = ProxyConfig(**{name: getattr(args, name) for name in names})
     is_open = config.engines_file or config.admin_port is not None  # any engine may come
