@@ -21,7 +21,7 @@ PROMPT_TOKENS, NUM_ANSWERS = 4000, 8
 
 def _give_work(load: EngineLoad, now: float, most_waiting: int) -> None:
     for tokens in (500, 1000, 2000, 4000):
-        load.speed.note_prefill(tokens, tokens**2 / 2e6, 0.0, 25e-6 * tokens)
+        load.speed.note_prefill(tokens, tokens**2 / 2e6, 25e-6 * tokens)
     for num in (1, 4, 8):
         load.speed.note_steps(num, PROMPT_TOKENS * num, 0.007 + 5e-5 * num)
     load.note_cache(120_000, 1000, 1)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.choice import num_compared
+from vllm_commext.proxy.engines.choice import IDLEST, num_compared
 from vllm_commext.proxy.engines.engine import REQUEST_TOKENS
 from vllm_commext.proxy.policy.engine_load import Answer, EngineLoad, Job, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
@@ -141,36 +142,50 @@ class Adaptive:
         self.loads = [EngineLoad(self.planner.shared) for _ in hardware]
         self._held: list[dict[int, int]] = [{} for _ in hardware]
         self._down: set[int] = set()
-        self.num_local = self.num_placed = self._turn = 0
+        self._last: dict[int, int] = {}
+        self._turn = 0
 
     def place(self, request: Request, now: float) -> tuple[int, int]:
-        arrival = request.arrival
-        tokens, window = arrival.prompt_tokens, self.window()
-        up = [
-            Candidate(self.loads[idx], min(held, arrival.shared_tokens), idx)
-            for idx in [idx for idx in window if idx not in self._down] or window
-            for held in [self._held[idx].get(arrival.group, 0)]
-        ]
-        placed = self.choose(now, tokens, up)
+        arrival, placed = request.arrival, None
+        tokens, is_all = arrival.prompt_tokens, num_compared(len(self.loads)) == len(self.loads)
+        for among in (self._window, self._idlest):
+            window = among(arrival.group)
+            up = [
+                Candidate(self.loads[idx], min(held, arrival.shared_tokens), idx)
+                for idx in [idx for idx in window if idx not in self._down] or window
+                for held in [self._held[idx].get(arrival.group, 0)]
+            ]
+            way = self.choose(now, tokens, up)
+            if placed is None or (way is not None and way.cost < placed.cost):
+                placed = way
+            if way is None or not way.is_late or is_all:
+                break
+        if placed is not None and arrival.group >= 0:
+            self._last[arrival.group] = cast("int", placed.decode.key)
         if placed is None:  # as the proxy does, by the tokens under way
             least = min(up, key=lambda one: sum(job.new for job in one.load.prompts.jobs))
             placed = Way(least, least)
-        self.num_placed += 1
-        self.num_local += placed.is_local
         held, load = min(placed.prefill.held_tokens, tokens - 1), placed.prefill.load
-        seconds = load.speed.prefill_seconds(tokens - held, held, False)
+        seconds = load.speed.prefill_seconds(tokens - held, held)
         waiting = Waiting(now, seconds, placed.is_lost)
         load.queue.add(waiting)
         planned = self.planner.note(placed, tokens, now)
         request.note = _Placed(waiting, placed, held, now + placed.first_token, planned)
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
-    def window(self) -> list[int]:
-        """The engines that are looked at for a request."""
-        num = len(self.loads)
+    def _window(self, group: int) -> list[int]:
+        """The next engines in turn, one of them the one that had the group's prompts last."""
+        num, last = len(self.loads), self._last.get(group)
         size = num_compared(num)
         self._turn += 1 if num <= size else size
-        return [(self._turn + idx) % num for idx in range(size)]
+        window = [(self._turn + idx) % num for idx in range(size)]
+        if last is not None and last not in window:
+            window[-1] = last
+        return window
+
+    def _idlest(self, _: int) -> list[int]:
+        up = [idx for idx in range(len(self.loads)) if idx not in self._down]
+        return nsmallest(IDLEST, up, key=lambda idx: self.loads[idx].prompts.seconds)
 
     def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
         return self.planner.place(now, tokens, up, up, len(up) == len(self.loads))
@@ -181,7 +196,7 @@ class Adaptive:
         """As the proxy does: without an order all are sent at once."""
         load, request = self.loads[engine], waiting[0]
         if self.is_ordered and load.speed.is_known:
-            left = load.backlog(now) - LEAD_SECONDS - load.speed.prefill_seconds(0, 0, True)
+            left = load.backlog(now) - LEAD_SECONDS - load.speed.prefill_seconds(0, 0)
             if left > 0.0:
                 return None, max(left, LEAD_SECONDS / 10)
             among = {one.note.waiting: one for one in waiting}
@@ -245,7 +260,7 @@ class Tuned(Adaptive):
         super().__init__(hardware, limits)
         self._num_prefill = num_prefill
 
-    def window(self) -> list[int]:
+    def _window(self, group: int) -> list[int]:
         return list(range(len(self.loads)))
 
     def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
@@ -257,8 +272,8 @@ class Tuned(Adaptive):
             return Way(least, least)
 
         def until_through(one: Candidate) -> float:
-            held = one.load.speed.prefill_seconds(one.held_tokens, 0, False)
-            return one.load.prompts.seconds + one.load.queue.seconds - held
+            speed, work = one.load.speed, one.load.prompts.seconds + one.load.queue.seconds
+            return work - speed.prefill_seconds(one.held_tokens, 0) + speed.prefill_seconds(0, 0)
 
         return Way(min(sources, key=until_through), least)
 
@@ -280,7 +295,7 @@ class Simple(Adaptive):
         def cost(way: tuple[Candidate, Candidate]) -> tuple[float, float]:
             source, at = way
             load, held = source.load, min(source.held_tokens, tokens - 1)
-            prefill = load.speed.prefill_seconds(tokens - held, held, False)
+            prefill = load.speed.prefill_seconds(tokens - held, held)
             first = load.backlog(now) + load.queue.seconds + prefill
             slack = max(tpot - step(source), 0.1 * tpot) * length
             others = len(load.answers) * min(1.0, prefill / slack)

@@ -1,11 +1,13 @@
 """What is learned of engines' speed, and of answers' lengths."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_commext.proxy.policy.answer_lengths import MOST_BINNED, Lengths
-from vllm_commext.proxy.policy.engine_speed import LeastSquares
+from vllm_commext.proxy.policy.engine_speed import EngineSpeed, LeastSquares, SharedSpeed, area_of
 
 
 def test_one_stall_does_not_make_a_slow_engine() -> None:
@@ -14,6 +16,26 @@ def test_one_stall_does_not_make_a_slow_engine() -> None:
         model.add((1.0, 0.0, 0.0), 0.01)
     model.add((1.0, 0.0, 0.0), 60.0)
     assert model.predict((1.0, 0.0, 0.0)) < 0.012
+
+
+@pytest.mark.parametrize(("slowness", "error"), [(0.5, 0.4), (1.0, 0.15), (2.0, 0.4)])
+def test_an_engine_that_computes_short_prompts_alone_knows_how_long_others_take(
+    slowness: float, error: float
+) -> None:
+    """A step with prompts takes 22 ms at least, so short ones seem to take more a token."""
+    dice, shared = random.Random(1), SharedSpeed(0.01)
+    engines = [(EngineSpeed(shared), one) for one in (1.0, 1.0, slowness)]
+
+    def seconds(tokens: int) -> float:
+        return max(0.022, 2e-5 * tokens + 1e-9 * tokens**2) * dice.uniform(0.9, 1.1)
+
+    for tokens in [500, 500, 1000, 500, 12000] * 40:
+        for speed, slower in engines:
+            tokens = 500 if speed is engines[-1][0] else tokens
+            speed.note_prefill(tokens, area_of(tokens, 0), slower * seconds(tokens))
+    for tokens, expected in ((500, 0.022), (12000, 0.384)):
+        found = engines[-1][0].prefill_seconds(tokens, 0)
+        assert found == pytest.approx(slowness * expected, rel=error)
 
 
 def longer(lengths: Lengths, tokens: int) -> float:

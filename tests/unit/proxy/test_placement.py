@@ -37,7 +37,7 @@ def planner(first_token: float = 0.0, per_token: float = 0.0, answer_tokens: int
     made.shared.lengths = Lengths(())
     speed = EngineSpeed(made.shared)
     for tokens in (500, 4000, 1000, 8000, 2000, 500, 4000, 1000, 8000, 2000) * 3:
-        speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)
+        speed.note_prefill(tokens, 0.0, TOKEN * tokens)
         speed.note_steps(4, 16000, STEP)
         made.shared.lengths.add(answer_tokens)
         made.shared.handover.add(0.01)
@@ -412,7 +412,7 @@ def test_speed_is_learned_from_what_a_proxy_sees() -> None:
             answer.end(now)
     for size in (500, 2000, 6000):
         took = size * TOKEN + size * size * 5e-10
-        assert load.speed.prefill_seconds(size, 0, False) == pytest.approx(took, rel=0.15)
+        assert load.speed.prefill_seconds(size, 0) == pytest.approx(took, rel=0.15)
     for count in (1, 4, 7):
         step = load.speed.step_seconds(count, 2000 * count)
         assert step == pytest.approx(0.005 + 0.0002 * count, rel=0.05)
@@ -422,21 +422,21 @@ def test_a_slow_engine_is_known_apart_from_others() -> None:
     shared = Speeds()
     fast, slow = EngineSpeed(shared), EngineSpeed(shared)
     for _ in range(40):
-        fast.note_prefill(4000, 8.0, 0.0, 0.1)
-        slow.note_prefill(4000, 8.0, 0.0, 0.3)
-    assert fast.prefill_seconds(4000, 0, False) == pytest.approx(0.1, rel=0.2)
-    assert slow.prefill_seconds(4000, 0, False) == pytest.approx(0.3, rel=0.2)
+        fast.note_prefill(4000, 8.0, 0.1)
+        slow.note_prefill(4000, 8.0, 0.3)
+    assert fast.prefill_seconds(4000, 0) == pytest.approx(0.1, rel=0.2)
+    assert slow.prefill_seconds(4000, 0) == pytest.approx(0.3, rel=0.2)
 
 
 def test_an_engine_that_has_shown_nothing_is_as_fast_as_the_others_are_by_now() -> None:
     shared = Speeds()
     seen, unseen = EngineSpeed(shared), EngineSpeed(shared)
-    assert unseen.step_seconds(4, 16000) == unseen.prefill_seconds(4000, 0, False) == 0.0
+    assert unseen.step_seconds(4, 16000) == unseen.prefill_seconds(4000, 0) == 0.0
     for _ in range(2):
         seen.note_steps(4, 16000, STEP)
-        seen.note_prefill(4000, 8.0, 0.0, 0.1)
+        seen.note_prefill(4000, 8.0, 0.1)
         assert unseen.step_seconds(4, 16000) == pytest.approx(STEP)
-        assert unseen.prefill_seconds(4000, 0, False) == pytest.approx(0.1)
+        assert unseen.prefill_seconds(4000, 0) == pytest.approx(0.1)
 
 
 def test_steps_are_as_long_by_an_answer_that_is_to_come_as_by_one_that_has_begun() -> None:

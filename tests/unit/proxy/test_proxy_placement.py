@@ -26,7 +26,7 @@ def count(metrics: str, name: str, **labels: str) -> float:
 
 def know(load: Any, tokens_a_second: float = 4000.0) -> None:
     for tokens in (500, 1000, 2000, 4000) * 8:
-        load.speed.note_prefill(tokens, 0.0, 0.0, tokens / tokens_a_second)
+        load.speed.note_prefill(tokens, 0.0, tokens / tokens_a_second)
         load.speed.note_steps(1, 2000, 0.01)
         load.shared.lengths.add(100)
 
@@ -131,6 +131,26 @@ def test_a_conversation_finds_its_engine_among_more_than_are_compared() -> None:
         assert again.decode is first.decode
 
 
+def test_among_more_prefill_engines_than_are_compared_an_idle_one_and_the_last_one_are() -> None:
+    planner = Planner(Limits(1.0, 1.0))
+    pools = {role: EnginePool(role, 1 << 20, planner.new_load) for role in ROLES}
+    for idx in range(2 + 3 * WINDOW):
+        engine = pools[PREFILL if idx > 1 else DECODE].add(f"http://{idx}")
+        engine.state.healthy = True
+        know(engine.load)
+        engine.load.ask(400_000, 0, time.monotonic())
+    chooser, prefix = Chooser(ADAPTIVE, planner, pools), Prefix((), 0.0, b"session", 4000)
+    idle = pools[PREFILL].engines[7]
+    next(iter(idle.load.prompts.jobs)).end(time.monotonic(), False)
+    for others in range(3):
+        plan = chooser.plan(prefix, 4000, (), True)
+        assert plan is not None
+        assert plan.prefill is idle
+        idle.memory.note(prefix)
+        for _ in range(others):
+            assert chooser.plan(Prefix(tokens=10), 10, (), True) is not None
+
+
 async def test_the_best_of_four_stays_the_best_where_its_first_token_is_late(kit: Any) -> None:
     async with kit.cluster(0, 0, num_both=4, ttft_ms=1, affinity=False) as cluster:
         loads = [engine.load for engine in cluster.proxy.registry.engines]
@@ -173,7 +193,7 @@ async def test_speed_is_learned_from_streams_that_pass(kit: Any) -> None:
         load = cluster.proxy.registry.engines[0].load
         speed = load.speed
         assert not load.planned  # as they were sent
-        assert 0.2 <= speed.prefill_seconds(2000, 0, True) < 2.0
+        assert 0.2 <= speed.prefill_seconds(2000, 0) < 2.0
         assert 0.01 <= speed.step_seconds(1, 2000) < 0.4
         expected = Lengths((*UNKNOWN_LENGTHS, 40, 40, 40))
         assert load.shared.lengths.mean == expected.mean

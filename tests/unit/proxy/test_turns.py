@@ -21,7 +21,7 @@ BOUND_SECONDS = 20.0
 def known() -> EngineLoad:
     load = EngineLoad(Speeds())
     for tokens in (500, 1000, 2000, 4000) * 8:
-        load.speed.note_prefill(tokens, 0.0, 0.0, TOKEN * tokens)
+        load.speed.note_prefill(tokens, 0.0, TOKEN * tokens)
         load.speed.note_steps(1, 2000, 0.01)
     return load
 
@@ -151,7 +151,7 @@ async def test_a_prompt_waits_as_lost_whose_first_token_is_expected_too_late(kit
     release = asyncio.Event()
     async with kit.cluster(0, 0, num_both=1, ttft_ms=1000, affinity=False) as cluster:
         (engine,), load = cluster.both, cluster.proxy.registry.engines[0].load
-        load.speed.note_prefill(2000, 0.0, 0.0, 0.9)
+        load.speed.note_prefill(2000, 0.0, 0.9)
         load.speed.note_steps(1, 2000, 0.01)
         engine.behave = kit.held(release, kit.prefill_ok)
         asked = list[asyncio.Task[Any]]()
@@ -236,7 +236,7 @@ async def test_prompts_are_sent_in_turn(
     async with kit.cluster(1, 1, affinity=False, **options) as cluster:
         (prefill,) = cluster.prefill
         load = cluster.proxy.registry.engines[0].load
-        load.speed.note_prefill(2000, 0.0, 0.0, 30.0)
+        load.speed.note_prefill(2000, 0.0, 30.0)
         load.speed.note_steps(1, 2000, 0.01)
         prefill.behave = kit.held(release, kit.prefill_ok)
         asked = [

@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import nsmallest
 from typing import Any, Self, TypeVar
 
@@ -107,7 +106,7 @@ class Latest(OrderedDict[K, Engine]):
 class Chooser:
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
         self._mode, self._planner, self.pools, self._turn = mode, planner, pools, 0
-        self.keepers, self._last = Latest[str](), Latest[bytes]()
+        self.keepers, self._last = Latest[str](), {role: Latest[bytes]() for role in ROLES}
 
     @classmethod
     def of(cls, config: ProxyConfig, limits: Limits) -> Self:
@@ -130,15 +129,16 @@ class Chooser:
         if not self.is_adaptive:
             return None
         decode, prefill = self.pools[DECODE], self.pools[PREFILL]
-        now, name = time.monotonic(), prefix.session or next(iter(prefix.blocks), b"")
-        num, tokens = num_compared(len(decode.engines)), max(tokens, 1)
-        are_all = len(decode.engines) <= num
+        now, name = time.monotonic(), prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
+        is_same, tokens, placement = decode.are_both and prefill.are_both, max(tokens, 1), None
+        most = max(len(decode.engines), len(prefill.engines) if may_hand_over else 0)
+        num = num_compared(most)
+        are_all = most <= num
         self._turn += 1 if are_all else num
-        is_same, placement = decode.are_both and prefill.are_both, None
-        for among in (partial(self._window, name), _idlest):
-            targets = sources = _usable(among(decode), prefix, failed)
+        for among in (self._window, _idlest):
+            targets = sources = _usable(among(name, decode), prefix, failed)
             if not (is_same and may_hand_over):
-                sources = _usable(among(prefill), prefix, failed) if may_hand_over else ()
+                sources = _usable(among(name, prefill), prefix, failed) if may_hand_over else ()
             way = self._planner.place(now, tokens, sources, targets, are_all)
             if placement is None or (way is not None and way.cost < placement.cost):
                 placement = way
@@ -150,7 +150,9 @@ class Chooser:
         assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
         if name:
-            self._last.note(name, engine)
+            self._last[DECODE].note(name, engine)
+            if not is_same:
+                self._last[PREFILL].note(name, source)
         source = None if placement.is_local else source
         answer = self._planner.note(placement, tokens, now)
         return Plan(source, engine, placement, now + placement.first_token, answer.end)
@@ -174,7 +176,7 @@ class Chooser:
         num = num_compared(len(engines))
         window = [*engines[start : start + num]]
         window += engines[: min(start, num - len(window))]
-        last = self._last.get(name)
+        last = self._last[pool.role].get(name)
         if last in pool.members and last not in window:
             window[-1] = last
         return window
@@ -188,7 +190,7 @@ def _usable(engines: Sequence[Engine], of: Prefix, failed: Collection[Engine]) -
     ]
 
 
-def _idlest(pool: EnginePool) -> Sequence[Engine]:
+def _idlest(_: bytes, pool: EnginePool) -> Sequence[Engine]:
     usable = [one for one in pool.engines if one.usable]
     return nsmallest(IDLEST, usable, key=lambda one: one.load.prompts.seconds)
 

@@ -26,14 +26,12 @@ class Job:
     asked: float
     is_seen: bool
     is_kept: bool = False
-    is_idle: bool = field(init=False)
     seconds: float = field(init=False)
     until: float = field(init=False)
 
     def __post_init__(self) -> None:
         load = self._load
-        self.is_idle = not load.prompts.jobs
-        self.seconds = load.speed.prefill_seconds(self.new, self.held, self.is_idle)
+        self.seconds = load.speed.prefill_seconds(self.new, self.held)
         self.until = self.asked + load.backlog(self.asked) + self.seconds
 
     def end(self, now: float, is_done: bool = True) -> None:
@@ -145,11 +143,11 @@ class Prompts:
     def _learn(self, job: Job, now: float) -> None:
         """Learn from the time since the prompt before it; of several that end together, as one."""
         seconds = now - max(job.asked, self._last_done)
-        row = [job.new, area_of(job.new, job.held), float(job.is_idle), seconds]
+        row = [job.new, area_of(job.new, job.held), seconds]
         if self._together and seconds > SAME_STEP_SECONDS:
             self._speed.note_prefill(*self._together)
             self._together = []
-        self._together = [a + b for a, b in zip(self._together or [0.0] * 4, row, strict=True)]
+        self._together = [a + b for a, b in zip(self._together or [0.0] * 3, row, strict=True)]
         if not self._speed.is_known:
             self._speed.note_prefill(*self._together)
 

@@ -1,7 +1,9 @@
 """Engines' speed, learned from the times of tokens. Pure: every time is an argument."""
 
-FORGETTING = 0.97
-"""Weight of a sample after one more: about the last 30 decide."""
+FORGETTING = 0.99
+"""Weight of a sample after one more: about the last 100 decide."""
+SHARED_SAMPLES = 30.0
+"""Weight of all engines' prompts: one that computes short prompts does not know long ones."""
 _SWEEPS = 12
 MAX_RATIO = 3.0
 """Upper bound of a time, as a multiple of the expected one."""
@@ -11,12 +13,13 @@ Features = tuple[float, float, float]
 
 class LeastSquares:
     """Non-negative linear model of three features that forgets older samples, by normal equations,
-    so that each operation takes a fixed time. base: used while this one has few samples."""
+    so that each operation takes a fixed time. base: used while this one has few samples, and as
+    *shared* samples after that."""
 
-    def __init__(self, base: "LeastSquares | None" = None) -> None:
+    def __init__(self, base: "LeastSquares | None" = None, shared: float = 0.0) -> None:
         # Products of the features, 00 01 02 11 12 22, and of each with the value.
         self._sums = [0.0] * 9
-        self._base, self.num_samples = base, 0.0
+        self._base, self._shared, self.num_samples = base, shared, 0.0
         self.solution: Features | None = None
 
     def add(self, features: Features, value: float, weight: float = 1.0) -> None:
@@ -44,9 +47,10 @@ class LeastSquares:
 
     def solved(self) -> Features:
         """Solve by coordinate descent, the last features from zero."""
-        if self._base is not None and self.num_samples <= _KNOWN_SAMPLES:
-            return self._base.solution or self._base.solved()  # not kept: others add to it
-        aa, ab, ac, bb, bc, cc, a, b, c = self._sums
+        if (base := self._base) is not None and self.num_samples <= _KNOWN_SAMPLES:
+            return base.solution or base.solved()  # not kept: others add to it
+        sums = self._with_shared(base) if base is not None and self._shared else self._sums
+        aa, ab, ac, bb, bc, cc, a, b, c = sums
         x = y = z = 0.0
         for _ in range(_SWEEPS):
             before = x, y, z
@@ -60,6 +64,18 @@ class LeastSquares:
                 break
         self.solution = x, y, z
         return self.solution
+
+    def _with_shared(self, base: "LeastSquares") -> list[float]:
+        """Sums with the base's, its values as much larger as they are here for the same features:
+        the best factor of its predictions, by least squares."""
+        aa, ab, ac, bb, bc, cc, a, b, c = self._sums
+        x, y, z = base.solution or base.solved()
+        squares = x * (x * aa + 2 * (y * ab + z * ac)) + y * (y * bb + 2 * z * bc) + z * z * cc
+        share = min(1.0, self._shared / base.num_samples)
+        larger = (x * a + y * b + z * c) / squares if squares > 0.0 else 1.0
+        weights = (*[share] * 6, *[share * larger] * 3)
+        three = zip(self._sums, base._sums, weights, strict=True)
+        return [own + weight * of_all for own, of_all, weight in three]
 
 
 class SharedSpeed:
@@ -81,7 +97,7 @@ class Mean:
 
 class EngineSpeed:
     def __init__(self, shared: SharedSpeed) -> None:
-        self._prefill = LeastSquares(shared.prefill)
+        self._prefill = LeastSquares(shared.prefill, SHARED_SAMPLES)
         self._steps = LeastSquares(shared.steps)
 
     @property
@@ -92,15 +108,14 @@ class EngineSpeed:
     def knows_steps(self) -> bool:
         return self._steps.is_known
 
-    def prefill_seconds(self, new_tokens: float, held_tokens: float, is_idle: bool) -> float:
-        each, area, idle = self._prefill.solution or self._prefill.solved()
-        took = each * new_tokens / 1000.0 + area * area_of(new_tokens, held_tokens)
-        return took + idle if is_idle else took
+    def prefill_seconds(self, new_tokens: float, held_tokens: float) -> float:
+        each, area, any_prompt = self._prefill.solution or self._prefill.solved()
+        return any_prompt + each * new_tokens / 1000.0 + area * area_of(new_tokens, held_tokens)
 
-    def note_prefill(self, new: float, area: float, num_idle: float, seconds: float) -> None:
+    def note_prefill(self, new: float, area: float, seconds: float) -> None:
         """Learn from prompts of *new* tokens in all, with `area_of` *area*."""
-        weight = 1.0 / (new + 512.0) ** 2 * 1e6
-        self._prefill.add((new / 1000.0, area, num_idle), seconds, weight)
+        weight = (1000.0 / (new + 512.0)) ** 1.5  # errors count between seconds and shares
+        self._prefill.add((new / 1000.0, area, 1.0), seconds, weight)
 
     def step_seconds(self, answers: float, context_tokens: float) -> float:
         alone, each, context = self._steps.solution or self._steps.solved()

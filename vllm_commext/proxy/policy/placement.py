@@ -94,7 +94,7 @@ class _Costs:
         shared, speed, answers = load.shared, load.speed, load.answers
         length, tpot, crowd = shared.lengths.mean, shared.limits.tpot, 0.0
         held = held if held < tokens else tokens - 1
-        seconds = speed.prefill_seconds(tokens - held, held, not (jobs := load.prompts.jobs))
+        seconds, jobs = speed.prefill_seconds(tokens - held, held), load.prompts.jobs
         num_answers, context = len(answers), answers.context + answers.coming
         planned, more = load.to_come(now) if load.planned else (0.0, 0.0)
         num, context = num_answers + planned, context + more

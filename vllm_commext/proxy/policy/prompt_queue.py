@@ -131,7 +131,7 @@ class Turns:
         now = time.monotonic()
         if not self._turns and self._seconds_left(now) <= 0.0:
             return
-        waiting = Waiting(now, self._prefill_seconds(new_tokens, held_tokens, False), is_lost)
+        waiting = Waiting(now, self._prefill_seconds(new_tokens, held_tokens), is_lost)
         turn = self._turns[waiting] = asyncio.get_running_loop().create_future()
         self._queue.add(waiting)
         self._set_timer(now)
@@ -154,7 +154,7 @@ class Turns:
         self._set_timer(now)
 
     def _seconds_left(self, now: float) -> float:
-        return self._backlog(now) - LEAD_SECONDS - self._prefill_seconds(0, 0, True)
+        return self._backlog(now) - LEAD_SECONDS - self._prefill_seconds(0, 0)
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:

@@ -159,7 +159,7 @@ class EngineView:
         answers, context, cache = load.answers, load.answers.context, load.cache
         if load.speed.knows_steps:
             step = load.speed.step_seconds(max(answers.num_begun, 1), context)
-        took = load.speed.prefill_seconds(PROMPT_TOKENS, 0, False) if load.speed.is_known else 0.0
+        took = load.speed.prefill_seconds(PROMPT_TOKENS, 0) if load.speed.is_known else 0.0
         used = cache.others + context + answers.coming + cache.unread
         detail = engine.state.detail
         error = detail if self.state in ("down", "suspected") and detail != "ok" else ""
