@@ -3,8 +3,7 @@
     python -m tests.chaos --seed 1 --requests 2000 --faults 114 --out chaos-report
 
 writes chaos-report.md, and the servers' logs into chaos-report.logs/.  Exit status: 0 where
-everything held, 1 where not.
-"""
+everything held, 1 where not."""
 
 from __future__ import annotations
 

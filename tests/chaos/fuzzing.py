@@ -3,8 +3,7 @@
     python -m tests.chaos.fuzzing --frames 1000000 --notifications 100000 --seed 1
 
 prints what was sent, what was refused, and what the process holds more than after the first tenth.
-Exit status: 0 where nothing has grown.
-"""
+Exit status: 0 where nothing has grown."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def namespace_link() -> Iterator[Link]:
     """A link as long as the context lasts.
 
     Raises:
-        NetworkError: the machine does not permit it.
-    """
+        NetworkError: the machine does not permit it."""
     number = os.getpid()
     subnet = f"10.213.{number % 250}"
     link = Link(

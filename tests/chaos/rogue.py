@@ -3,8 +3,7 @@ and sends the worker notifications that are none.
 
     python -m tests.chaos.rogue ours|vllm HOST PORT ENGINE_ID [SEED COUNT]
 
-With a seed they are random, valid ones altered among them.
-"""
+With a seed they are random, valid ones altered among them."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def plan_faults(
     """Faults in rounds: each round holds every kind once, in an order of its own.
 
     Raises:
-        ValueError: no kind is given, or an unknown one.
-    """
+        ValueError: no kind is given, or an unknown one."""
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
         raise ValueError(f"expected kinds out of {sorted(KINDS)}, got {unknown or 'none'}")

@@ -63,8 +63,7 @@ class Talk:
         """The text of a streamed answer.
 
         Raises:
-            CommextError, httpx.HTTPError: there is none, or not all of it.
-        """
+            CommextError, httpx.HTTPError: there is none, or not all of it."""
         body = {**self.body, "stream": True}
         with stream(f"{url}{self.path}", body, timeout_seconds=seconds) as answer:
             if answer.status_code != 200:

@@ -23,7 +23,7 @@ KINDS = (
     "foreign_parameters",
     "kill_prefill",
 )
-pytestmark = [pytest.mark.usefixtures("real_servers"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("forked_servers"), pytest.mark.timeout(900)]
 BOUND_SECONDS = 120.0
 """For an answer on a busy machine; ``make chaos`` has the bound that is promised."""
 

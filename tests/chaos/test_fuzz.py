@@ -13,7 +13,7 @@ def test_the_side_channel_answers_every_frame_and_keeps_nothing(secret: bytes | 
     assert is_steady(growth), growth
 
 
-@pytest.mark.usefixtures("real_servers")
+@pytest.mark.usefixtures("forked_servers")
 def test_a_holder_takes_every_notification_and_keeps_a_bounded_number() -> None:
     growth = fuzz_notifications(3_000, seed=1)
     assert growth.num_sent == 3_000

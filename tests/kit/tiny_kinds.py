@@ -43,11 +43,10 @@ class Kind:
     have it, one token of many would not show at that width. Vectors (norms, biases) keep what the
     architecture's own initialisation gives them. ``cpu_dtype`` is the ``--dtype`` that vLLM's CPU
     kernels compute the architecture in, and ``cpu_attention`` the ``--attention-backend`` where
-    vLLM's choice depends on the processor; ``on_cpus``: vLLM serves it there. ``gpu_options`` are
-    what an engine on GPUs is to be given. ``chooses_experts``: which experts compute a token
-    depends on its rounding, so that engines of different tensor-parallel sizes may differ in whole
-    tokens. ``renames``: patterns of names that transformers gives to tensors, and what published
-    checkpoints call them."""
+    vLLM's choice depends on the processor. ``gpu_options`` are what an engine on GPUs is to be
+    given. ``chooses_experts``: which experts compute a token depends on its rounding, so that
+    engines of different tensor-parallel sizes may differ in whole tokens. ``renames``: patterns of
+    names that transformers gives to tensors, and what published checkpoints call them."""
 
     model_type: str
     meaning: str
@@ -55,7 +54,6 @@ class Kind:
     attention_out_std: float = STD
     cpu_dtype: str = "float32"
     cpu_attention: str = ""
-    on_cpus: bool = True
     gpu_options: Sequence[str] = ()
     chooses_experts: bool = False
     renames: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -241,7 +239,6 @@ KINDS: Mapping[str, Kind] = {
             "topk_group": 1,
             "rope_parameters": DEEPSEEK_ROPE,
         },
-        on_cpus=False,
     ),
     "kimi": Kind(
         "kimi_linear",
@@ -267,7 +264,6 @@ KINDS: Mapping[str, Kind] = {
             },
         },
         attention_out_std=0.48,
-        on_cpus=False,
         renames={r"block_sparse_moe\.(gate|up|down)_proj": r"mlp.\1_proj"},
     ),
 }
