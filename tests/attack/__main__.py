@@ -4,8 +4,7 @@
 
 Each victim starts at a soft limit of 1,024 descriptors. While an attack lasts, others are served
 within 100 ms, the victim's memory grows by at most 64 MiB, and everything is free again within 5 s
-of the attacker's end. Exit status: 0 where all of that held, 1 where not.
-"""
+of the attacker's end. Exit status: 0 where all of that held, 1 where not."""
 
 from __future__ import annotations
 

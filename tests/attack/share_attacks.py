@@ -94,8 +94,7 @@ def _connections(victim: Victim) -> None:
     """More requests at once than one address may have connections: each hears of it.
 
     Raises:
-        RuntimeError: some were reset.
-    """
+        RuntimeError: some were reset."""
     raise_limit()
     answers: dict[str, int] = {}
     for _ in range(2):

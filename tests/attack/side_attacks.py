@@ -58,8 +58,7 @@ def _pour(victim: Victim, data: bytes, number: int, *, reads: bool = True) -> No
     """Send the same again and again on so many connections; those that are closed come anew.
 
     Raises:
-        RuntimeError: nothing could be sent, so that nothing was attacked.
-    """
+        RuntimeError: nothing could be sent, so that nothing was attacked."""
     ones = _connections(victim, number)
     poller = select.poll()
     num_bytes = 0

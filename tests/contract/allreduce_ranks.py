@@ -2,8 +2,7 @@
 
     python tests/contract/allreduce_ranks.py RANK WORLD_SIZE STORE_FILE
 
-Prints what it found as the last line, in JSON.
-"""
+Prints what it found as the last line, in JSON."""
 
 import json
 import os

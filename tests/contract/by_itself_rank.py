@@ -4,8 +4,7 @@
 
 As vLLM has it on two H200s, save that the kernels are stand-ins over gloo: the toggles are at their
 defaults, and what the driver would say is said here. Prints as JSON what became of a communicator
-and of a norm in each case.
-"""
+and of a norm in each case."""
 
 import dataclasses
 import json

@@ -2,8 +2,7 @@
 
     python tests/contract/cpu_collectives_rank.py RANK PORT
 
-Prints as JSON what serves the group, and whether sums and gathers have the bits of Gloo's.
-"""
+Prints as JSON what serves the group, and whether sums and gathers have the bits of Gloo's."""
 
 import json
 import os

@@ -3,8 +3,7 @@
 
     python tests/contract/dropped_part.py PART MODEL
 
-Prints the seconds that the collection took.  What hangs is told with the stacks of all threads.
-"""
+Prints the seconds that the collection took.  What hangs is told with the stacks of all threads."""
 
 import faulthandler
 import gc

@@ -2,8 +2,7 @@
 
     python tests/contract/qk_norms_rank.py RANK PORT
 
-Prints as JSON what vLLM's layer gives, made by its own constructor.
-"""
+Prints as JSON what vLLM's layer gives, made by its own constructor."""
 
 import json
 import os

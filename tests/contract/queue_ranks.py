@@ -6,8 +6,7 @@ Three ranks of one host, or where the last is taken to be on another, have queue
 rank 1 writes to the others, in a torch group and in a stateless one; then all write to rank 0. Two
 of a coordinator have those of decode context parallelism over both, of ranks within one of several
 data-parallel engines and, as the workers of an executor of several hosts, of a writer that is in no
-group, and from all to the first. Prints as JSON the classes of the queues and what arrived.
-"""
+group, and from all to the first. Prints as JSON the classes of the queues and what arrived."""
 
 import json
 import os

@@ -4,8 +4,7 @@
 
 runs the same tests with the installed vLLM's own connector, and our plugin off: each fails there.
 Every answer is compared with what the prefill server itself says.  vLLM's policy is `fail`: a load
-that cannot be right must end as an error, in bounded time, and an answer was loaded.
-"""
+that cannot be right must end as an error, in bounded time, and an answer was loaded."""
 
 import logging
 import os

@@ -3,8 +3,7 @@
     python -m tests.gpu.reduce_rms_ranks RANK WORLD_SIZE PORT [CHECK ...]
 
 Every rank runs the same checks in the same order and after each tells the others how it went. Rank
-0 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error.
-"""
+0 prints a line of JSON a check: its name, the seconds it took, figures, and each rank's error."""
 
 import os
 import random

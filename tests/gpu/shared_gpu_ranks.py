@@ -4,8 +4,7 @@
 
 Ranks that share a GPU run in turn there, so every wait in a kernel lasts a time slice of
 milliseconds: nothing is timed, and sizes are few. NCCL takes no two ranks of one GPU, so the ranks
-agree through gloo and use the kernels without vLLM's group. A line of JSON a check on rank 0.
-"""
+agree through gloo and use the kernels without vLLM's group. A line of JSON a check on rank 0."""
 
 import os
 import sys

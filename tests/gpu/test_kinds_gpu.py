@@ -10,8 +10,7 @@ by itself (``gpu_engines``), the negative control a request whose loaded blocks 
     COMMEXT_GPU_EAGER=1            without CUDA graphs, which start later
     COMMEXT_GPU_TP=1               no engines of tensor-parallel size 2
 
-What each pair showed is printed at once, a line beginning with "kind".
-"""
+What each pair showed is printed at once, a line beginning with "kind"."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -115,8 +115,7 @@ def engine_server(
 def all_ready(servers: Iterable[Server]) -> Iterator[None]:
     """Start servers at the same time and wait until each is ready; they end with the context.
 
-    Raises what ``Server.wait_ready`` raises.
-    """
+    Raises what ``Server.wait_ready`` raises."""
     made = list(servers)
     with ExitStack() as stack:
         for server in made:

@@ -72,8 +72,7 @@ def check(pair: Pair, *, max_tokens: int = 16, atol: float = ATOL) -> list[tuple
     """Compare each answer after a load with that of the decode engine alone.
 
     Returns:
-        For each answer, what the decode engine counted while it gave it alone, and after a load.
-    """
+        For each answer, what the decode engine counted while it gave it alone, and after a load."""
     url, name = pair.decode.url, cluster.MODEL_NAME
     counted: list[tuple[Metrics, Metrics]] = []
     for prompt in prompts():

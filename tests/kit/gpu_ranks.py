@@ -159,8 +159,7 @@ def end_together(ranks: Sequence["subprocess.Popen[Any]"], seconds: float) -> li
     """Wait until all ranks have ended, one has failed, or the time is over; then kill who is left.
 
     Returns:
-        Exit statuses in the order of ranks; negative for those that had to be killed.
-    """
+        Exit statuses in the order of ranks; negative for those that had to be killed."""
     end = time.monotonic() + seconds
     try:
         codes = [process.poll() for process in ranks]

@@ -30,8 +30,7 @@ class Metrics:
         without samples.
 
         Raises ``ConfigError`` when the page does not even declare the name: an absent metric must
-        not read as zero.
-        """
+        not read as zero."""
         wanted = set(labels.items())
         found = [
             value

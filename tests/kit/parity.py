@@ -107,8 +107,7 @@ def chat_completion(
 ) -> tuple[str, Completion]:
     """The greedy answer to one message of a user: its text, and what it is compared by.
 
-    Raises what ``post`` raises.
-    """
+    Raises what ``post`` raises."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -137,8 +136,7 @@ def prefill(
     needs for it.
 
     Raises ``CompletionError`` for an error answer, ``ProtocolError`` when there are no such
-    parameters.
-    """
+    parameters."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -160,8 +158,7 @@ def post(
 ) -> httpx.Response:
     """The answer to a body of JSON.
 
-    Raises ``CompletionError`` for any but 200, ``httpx.HTTPError`` when the connection fails.
-    """
+    Raises ``CompletionError`` for any but 200, ``httpx.HTTPError`` when the connection fails."""
     response = httpx.post(url, json=body, timeout=timeout_seconds, trust_env=False, verify=tls())
     if response.status_code != 200:
         raise CompletionError(url, response.status_code, response.text)

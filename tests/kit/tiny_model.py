@@ -68,8 +68,7 @@ def write_tiny_model(
     without bfloat16 instructions compute it natively too. ``num_layers``: as the kind has where it
     is None. ``draw``: what gives the weights instead of ``seed``. The same arguments give the same
     files, byte for byte.
-    Raises ``ConfigError`` for an unknown ``kind``.
-    """
+    Raises ``ConfigError`` for an unknown ``kind``."""
     if isinstance(kind, str) and kind not in KINDS:
         raise ConfigError(f"tiny model: expected a kind out of {sorted(KINDS)}, got {kind!r}")
     import torch

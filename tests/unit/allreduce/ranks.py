@@ -2,8 +2,7 @@
 
     python tests/unit/allreduce/ranks.py RANK STORE_FILE
 
-Prints a line of JSON a check: its name, and the error it ended with, if any.
-"""
+Prints a line of JSON a check: its name, and the error it ended with, if any."""
 
 import json
 import random

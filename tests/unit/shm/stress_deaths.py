@@ -4,8 +4,7 @@
 
 A survivor has 2 s to raise an error that names the dead process. Where the writer raises, the
 other readers learn of its end from it. Some victims die before everyone has attached: then nobody
-is promised an error, and the next queue to be created removes what is left.
-"""
+is promised an error, and the next queue to be created removes what is left."""
 
 import random
 import signal

@@ -5,8 +5,7 @@
 
 All the processes fork children that drop their copies of the queue. With ``--torment N`` one of
 them, N times for each number of readers, is stopped for a moment, or its signal handler raises out
-of whatever it is doing.
-"""
+of whatever it is doing."""
 
 import gc
 import os

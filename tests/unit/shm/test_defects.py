@@ -2,8 +2,7 @@
 
     COMMEXT_TEST_QUEUE=vllm pytest tests/unit/shm/test_defects.py
 
-runs the same tests against the installed vLLM's queue, where each of them fails.
-"""
+runs the same tests against the installed vLLM's queue, where each of them fails."""
 
 import gc
 import os

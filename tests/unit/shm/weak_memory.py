@@ -23,8 +23,7 @@ class Step:
     thread repeats until the value is at least `value`. order: the weakest that it has. into: the
     register that gets what was loaded. value: what is stored or waited for, or a sleeper's ticket,
     perhaps a function of the registers named in `needs`. change: an rmw's new value by the old one.
-    when: the step is taken, by the same registers; not of loads. source: ``file.h: text`` of it.
-    """
+    when: the step is taken, by the same registers; not of loads. source: ``file.h: text`` of it."""
 
     kind: str
     at: str
