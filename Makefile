@@ -32,7 +32,6 @@ NEIGHBOURS := -n 2 --dist worksteal
 FILES := -n 3 --dist loadfile --no-loadscope-reorder
 # What computes only takes what servers leave, which wait for a third of the time.
 AFTER := nice -n 2
-COMPILED := $(VENV)/commext-compiled-stamp
 BEGAN := $(shell date +%s)
 REPORTS := build/servers.xml build/pure.xml
 
@@ -47,18 +46,13 @@ demo: env ## vllm-commext serve with a pretrained model, beside one server: KV c
 
 test: env ## Tests with real servers and a short chaos run; lint, unit and contract tests while those wait; three to thirteen minutes on two cores
 	@rm -f $(REPORTS)
-	@$(MAKE) --jobs 3 servers pure checked; status=$$?; \
+	@$(BIN)/python -m tests.kit.forked $(MAKE) --jobs 3 servers pure checked; status=$$?; \
 		$(BIN)/python tools/test_times.py $(BEGAN) $(REPORTS); exit $$status
 
-# What the processes of both would each compile, as they start at the same time; lint runs beside it.
-$(COMPILED): | env
-	$(BIN)/python -m tests.kit.compiled
-	@touch $@
-
-servers: env $(COMPILED)
+servers: env
 	$(PYTEST) $(FILES) --junitxml $(word 1,$(REPORTS)) tests/cpu tests/chaos $(PYTEST_ARGS)
 
-pure: env $(COMPILED)
+pure: env
 	$(AFTER) $(PYTEST) $(NEIGHBOURS) --junitxml $(word 2,$(REPORTS)) tests/unit tests/contract $(PYTEST_ARGS)
 
 checked: env

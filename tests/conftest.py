@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.forked import fork_servers, forking
+from tests.kit.forked import fork_servers, forking, worker_spec
 from vllm_commext import status
 from vllm_commext.plugin import CONNECTOR_NAME
 from vllm_commext.settings import PREFIX
@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """The processes of a run share their fork servers; tests that `make test` has no time for have
     a mark, and property tests fewer examples there; none of those fails for taking long on a busy
     machine."""
+    if set(config.getoption("tx", ())) == {"popen"}:
+        config.option.tx = [worker_spec()] * len(config.option.tx)
     stack = ExitStack()
     stack.enter_context(fork_servers())
     config.add_cleanup(stack.close)

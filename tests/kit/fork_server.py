@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import util
@@ -76,9 +77,23 @@ def _answer(listener: socket.socket, owner: int, channel: socket.socket) -> int:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    os.nice(max(0, request["nice"] - os.nice(0)))
+    if "worker" in request:
+        _end(_work, request, channel, as_program=True)
     status = supervisor.guard(request["grace"], lambda: Forked(request, channel))
     send(channel, {"status": status})
     return status
+
+
+def _work(request: dict[str, Any], channel: socket.socket) -> int:
+    """Be a worker of pytest-xdist; the channel is open as long as that lives."""
+    send(channel, {"pid": os.getpid()})
+    _become(request["environ"], ["-c"], request["folder"])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(request["worker"], vars(sys.modules["__main__"]))
+    return 0
 
 
 class Forked:
@@ -181,7 +196,6 @@ def stay_frozen() -> None:
     """From now on no collection of garbage looks at what is there: vLLM unfreezes it at the end of
     an engine and of a worker, which would look at all modules several times, and copy their
     pages."""
-    gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
 

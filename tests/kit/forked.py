@@ -1,9 +1,17 @@
-"""vLLM servers forked from a process that has imported vLLM (see ``fork_server.py``)."""
+"""vLLM servers, and workers of pytest-xdist, forked from a process that has imported vLLM (see
+``fork_server.py``).
+
+    python -m tests.kit.forked COMMAND ...
+
+runs a command below which all share such processes. There xdist starts ``python -m tests.kit.forked
+-u -c CODE`` as a worker, which hands its streams over to a fork, and ends with that."""
 
 import fcntl
 import hashlib
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +26,7 @@ from tests.kit import ROOT, fork_server, servers
 
 FOLDER = "COMMEXT_TEST_FORK_SERVERS"
 OWNER = "COMMEXT_TEST_OWNER"
+SHARED = "COMMEXT_TEST_SHARED"
 VLLM = ["-m", "vllm.entrypoints.cli.main"]
 # What every process of a server imports before it is ready.
 SERVER_MODULES = (
@@ -53,8 +62,10 @@ SERVER_MODULES = (
     "prometheus_fastapi_instrumentator",
     "pydantic.v1",
 )
-# Variables that are read after the imports; others, of libraries, as they are loaded.
+# Variables that are read after the imports, or by shells and make; others, of libraries, as they
+# are loaded.
 LATE = ("VLLM_COMMEXT", "COMMEXT_", "UCX_", "PYTEST_", "PYTHONPATH")
+LATE += ("MAKE", "MFLAGS", "LINES", "COLUMNS", "PWD", "OLDPWD", "SHLVL", "_")
 # What the run was given: its imports and tests set more, each worker other variables, so that each
 # would need a fork server of its own.
 GIVEN = dict(os.environ)
@@ -116,19 +127,50 @@ def start(
 
     The variables in ``late`` are the program's only; those in ``environ`` were also there when the
     modules were imported, by the interpreter ``python``."""
-    path = _fork_server(python, modules, environ)  # may fail, so nothing is open before it
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect(str(path))
+    channel = _connected(python, modules, environ)  # may fail, so nothing is open before it
     reader, writer = os.pipe()
     request = {
         **program,
         "environ": {**environ, **(late or {})},
         "folder": os.getcwd(),
         "grace": servers.GRACE_SECONDS,
+        "nice": os.nice(0),
     }
     fork_server.send(channel, request, [reader, *outputs])
     os.close(reader)
     return Forked(channel, os.fdopen(writer, "wb"))
+
+
+def worker_spec() -> str:
+    """xdist's of a worker."""
+    forked = f"popen//python={shlex.quote(sys.executable)} -m tests.kit.forked"
+    return forked if SHARED in os.environ else "popen"
+
+
+def _work(code: str) -> None:
+    request = {"worker": code, "environ": dict(os.environ), "folder": os.getcwd()}
+    with _connected(sys.executable, SERVER_MODULES, os.environ) as channel:
+        fork_server.send(channel, {**request, "nice": os.nice(0)}, [0, 1, 2])
+        for number in range(2):  # the worker's end is to be seen by who reads them
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        pid = fork_server.receive(channel)[0]["pid"]
+        signal.signal(signal.SIGINT, lambda number, frame: os.kill(pid, number))
+        fork_server.receive(channel)
+
+
+def _share(command: Sequence[str]) -> int:
+    with fork_servers():
+        process = subprocess.Popen(command, env={**os.environ, SHARED: "1"})
+        _connected(sys.executable, SERVER_MODULES, os.environ).close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends by it
+        return process.wait()
+
+
+def _connected(python: str, modules: Sequence[str], environ: Mapping[str, str]) -> socket.socket:
+    path = _fork_server(python, modules, environ)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(str(path))
+    return channel
 
 
 def _fork_server(python: str, modules: Sequence[str], environ: Mapping[str, str]) -> Path:
@@ -192,3 +234,10 @@ def forking() -> Iterator[None]:
         servers.launch = launch
         yield
         servers.launch = servers.start_program
+
+
+if __name__ == "__main__":
+    if SHARED in os.environ:
+        _work(sys.argv[-1])
+    else:
+        sys.exit(_share(sys.argv[1:]))
