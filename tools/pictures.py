@@ -166,7 +166,7 @@ def added_latency() -> Svg:
                 bars.append(Bar(*(round(x - plain, 1) for x in (one.value, one.least, one.most))))
             groups.append((f"{column}, {int(tokens):,}-token prompt", bars))
     names = ("NixlConnector", "our connector", "our connector and our proxy")
-    title = "Extra ms to the token, beside one server; medians; lines: range of rounds"
+    title = "Milliseconds more than with one server; medians; lines: range of rounds"
     return grouped(title, names, groups, 240, "")
 
 
