@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from tests.chaos.garbage import mutations, requests
 from tests.kit import ROOT
 from tests.kit.cluster import MODEL_NAME
 from tests.kit.parity import stream
+from tests.kit.processes import run
 from tests.kit.servers import CPU_ENVIRON
 from vllm_commext.nixl.wire.connection import endpoint
 
@@ -52,15 +52,8 @@ def send_notifications(where: tuple[str, int, str], seed: int, count: int) -> li
     environ = {**os.environ, **CPU_ENVIRON}
     if host != "127.0.0.1":
         environ.pop("UCX_NET_DEVICES")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.rogue", *arguments],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=ROGUE_SECONDS,
-        check=False,
-    )
+    command = [sys.executable, "-m", "tests.chaos.rogue", *arguments]
+    done = run(command, env=environ, cwd=ROOT, seconds=ROGUE_SECONDS)
     return [f"the foreign agent failed: {done.stderr[-300:]}"] if done.returncode else []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.processes import run
 from tests.kit.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,25 +25,13 @@ def run_script(name: str, folder: Path, **environ: str) -> subprocess.CompletedP
     logs = folder / "logs"
     logs.mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [EXAMPLES / name / "run.sh", model],
-        env={
-            **os.environ,
-            "PATH": path,
-            "DEVICE": "cpu",
-            "EXTRA_ARGS": ARGUMENTS,
-            "LOGS": str(logs),
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
+    given = {"PATH": path, "DEVICE": "cpu", "EXTRA_ARGS": ARGUMENTS, "LOGS": str(logs), **environ}
+    command = [EXAMPLES / name / "run.sh", model]
+    return run(command, env={**os.environ, **given}, seconds=RUN_SECONDS)
 
 
 def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    listed = run(["ip", "netns", "list"], check=True)
     return {line.split()[0] for line in listed.stdout.splitlines()}
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from tests.chaos.judge import is_right
 from tests.kit import cluster
 from tests.kit.metrics import scrape
 from tests.kit.parity import Completion, complete, tls
+from tests.kit.processes import run
 from tests.kit.servers import LOOPBACK, ProxyServer, Server, free_port
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
 
@@ -178,13 +178,8 @@ class AdminPort:
 
 def drain(server: Server, file: Path, seconds: float = BOUND_SECONDS) -> str:
     command = [sys.executable, "-m", "vllm_commext", "drain", "--quiet", "1"]
-    done = subprocess.run(
-        [*command, "--file", str(file), "--url", server.url, "--wait", f"{seconds:g}"],
-        capture_output=True,
-        text=True,
-        timeout=seconds + 60,
-        check=False,
-    )
+    command += ["--file", str(file), "--url", server.url, "--wait", f"{seconds:g}"]
+    done = run(command, seconds=seconds + 60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,8 +1,18 @@
-"""The state of processes, and what they have used, from /proc."""
+"""The output of programs; the state of processes, and what they have used, from /proc."""
 
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+
+def run(
+    command: Sequence[str | Path], *, seconds: float | None = 60.0, check: bool = False, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end. *check*: raise where it fails."""
+    more |= {"capture_output": True, "text": True, "timeout": seconds}
+    return subprocess.run(command, check=check, **more)
 
 
 def stat_of(folder: Path | str) -> list[str]:

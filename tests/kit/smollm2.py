@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.kit.processes import run
 from vllm_commext.errors import UnsupportedError
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "fetched"
@@ -28,12 +29,7 @@ def fetched(*requirements: str) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=FOLDER))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*pip, "--no-deps", "--target", str(made), *requirements],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run([*pip, "--no-deps", "--target", str(made), *requirements], seconds=None)
     try:
         if done.returncode != 0:
             raise UnsupportedError(

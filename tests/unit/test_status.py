@@ -2,12 +2,12 @@
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.kit.processes import run
 from vllm_commext import status
 from vllm_commext.status import CapabilityStatus, State
 
@@ -59,14 +59,7 @@ def test_before_logging_is_configured_no_line_is_lost(
         "record(CapabilityStatus('b', State.REFUSED))\n"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run([sys.executable, "-c", code], env={**clean, **environ}, check=True)
     assert done.stderr.splitlines() == expected
     assert done.stdout == ""
 
@@ -92,14 +85,8 @@ def test_a_process_of_the_same_server_tells_only_what_differs(method: str, tmp_p
     )
     script = tmp_path / "server.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, script, method],
-        env={**os.environ, status.TOLD: "commext: a active"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    environ = {**os.environ, status.TOLD: "commext: a active"}
+    done = run([sys.executable, script, method], env=environ, check=True)
     assert done.stderr.splitlines() == [
         "INFO commext: a active",
         "WARNING commext: b refused",

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.kit.processes import run
+
 BOUND_SECONDS = 240.0
 NUM_LINES = 4000
 PROGRAM = f"""
@@ -49,13 +51,7 @@ subprocess.run([sys.executable, "-c", {AGENT!r}], check=True)
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=BOUND_SECONDS,
-    )
+    done = run([sys.executable, "-c", program], seconds=BOUND_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done
 

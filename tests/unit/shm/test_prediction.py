@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit import processes
 from vllm_commext.shm.ring import RingReader, RingWriter
 
 SOURCE = Path(__file__).with_name("guess_waits.c")
@@ -30,13 +30,10 @@ def foresee(tmp_path_factory: pytest.TempPathFactory) -> Foresee:
         pytest.skip("no C compiler")
     program = tmp_path_factory.mktemp("guess") / "guess_waits"
     words = [COMPILER, "-std=c11", "-O1", "-Wall", "-Werror", f"-I{INCLUDE}", str(SOURCE)]
-    subprocess.run([*words, "-o", str(program)], check=True, timeout=120)
+    processes.run([*words, "-o", str(program)], check=True, seconds=120)
 
     def run(waits: Sequence[int]) -> list[Window]:
-        text = "\n".join(map(str, waits))
-        done = subprocess.run(
-            [str(program)], input=text, capture_output=True, text=True, timeout=60, check=True
-        )
+        done = processes.run([program], input="\n".join(map(str, waits)), check=True)
         pairs = (line.split() for line in done.stdout.splitlines())
         return [(int(start), int(end)) for start, end in pairs]
 

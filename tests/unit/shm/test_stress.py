@@ -1,10 +1,11 @@
 """The stress programs in short; `make stress-shm` runs them for long."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kit.processes import run
 
 
 @pytest.mark.timeout(600)  # seconds on a machine at rest, minutes on a very busy one
@@ -20,5 +21,5 @@ import pytest
 def test_in_short(words: tuple[str, ...]) -> None:
     script, *arguments = words
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    done = run(command, seconds=550)
     assert done.returncode == 0, done.stdout + done.stderr
