@@ -132,6 +132,17 @@ def test_an_engine_that_streams_nothing_says_why(
     assert found.refusal == refusal
 
 
+def test_states_are_refused_with_speculation_that_keeps_no_state_for_a_draft_token() -> None:
+    """As Kimi Linear's under --use-replayssm."""
+    config = vllm_config()
+    config.speculative_config = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=4
+    )
+    engine_facts.check_supported(config, cache_config(FULL), settings())
+    with pytest.raises(UnsupportedError, match="one state a request.*--speculative-config"):
+        engine_facts.check_supported(config, cache_config(FULL, MAMBA), settings())
+
+
 def test_states_are_not_copied_to_the_host() -> None:
     engine_facts.check_supported(vllm_config(), cache_config(FULL), settings(host_copy=True))
     with pytest.raises(UnsupportedError, match="host_copy"):

@@ -63,7 +63,7 @@ def check_supported(
             )
     for group in kv_cache_config.kv_cache_groups:
         for spec in specs_of(group.kv_cache_spec):
-            _check_spec(spec)
+            _check_spec(spec, vllm_config)
     _check_model(vllm_config)
     _check_speculation(vllm_config)
     _check_stages(vllm_config, config)
@@ -192,7 +192,7 @@ def reusing_of(
     )
 
 
-def _check_spec(spec: KVCacheSpec) -> None:
+def _check_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> None:
     if type(spec) not in SERVED_SPECS:
         served = sorted(kind.__name__ for kind in SERVED_SPECS)
         raise UnsupportedError(
@@ -206,10 +206,10 @@ def _check_spec(spec: KVCacheSpec) -> None:
             "several tokens into one: use vLLM's own NixlConnector for it"
         )
     if has_states:
-        _check_states(spec)
+        _check_states(spec, vllm_config)
 
 
-def _check_states(spec: Any) -> None:
+def _check_states(spec: Any, vllm_config: VllmConfig) -> None:
     if reason := fits.why_not(kv_connector.STATES_PART):
         raise UnsupportedError(f"CommextNixlConnector transfers no states here: {reason}")
     mode = spec.mamba_cache_mode
@@ -218,10 +218,10 @@ def _check_states(spec: Any) -> None:
             "CommextNixlConnector transfers the state after the last token, and this engine keeps "
             f"others, too (mode {mode!r}): start with --no-enable-prefix-caching"
         )
-    if spec.num_speculative_blocks:
+    if spec.num_speculative_blocks or vllm_config.speculative_config is not None:
         raise UnsupportedError(
             "CommextNixlConnector transfers one state a request, and with speculative decoding "
-            "this model keeps one for each draft token: start without --speculative-config"
+            "this model keeps more of it: start without --speculative-config"
         )
 
 
