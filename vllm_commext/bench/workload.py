@@ -81,14 +81,14 @@ WORKLOADS: Mapping[str, Shape] = {
 
 def scaled(arrivals: Sequence[Arrival], factor: float, most: int) -> list[Arrival]:
     """The same arrivals with *factor* times the tokens, at least one, and prompt and answer
-    together at most *most*."""
+    together at most *most*: beyond, an answer of more than half is cut first."""
 
     def size(tokens: int, most: int) -> int:
         return min(max(round(tokens * factor), 1), most)
 
     found: list[Arrival] = []
     for one in arrivals:
-        output = size(one.output_tokens, most // 2)
+        output = size(one.output_tokens, max(most - size(one.prompt_tokens, most), most // 2))
         prompt = size(one.prompt_tokens, most - output)
         shared = min(round(one.shared_tokens * factor), prompt)
         found.append(replace(one, prompt_tokens=prompt, output_tokens=output, shared_tokens=shared))

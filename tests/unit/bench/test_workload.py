@@ -41,6 +41,12 @@ def test_scaling_keeps_times_groups_and_bounds(
     assert all(0 <= one.shared_tokens <= one.prompt_tokens for one in after)
 
 
+def test_scaling_cuts_an_answer_only_where_it_does_not_fit_beside_its_prompt() -> None:
+    made = scaled([Arrival(0, *one) for one in ((50, 450), (300, 450), (400, 150))], 2, 1000)
+    found = [(one.prompt_tokens, one.output_tokens) for one in made]
+    assert found == [(100, 900), (500, 500), (700, 300)]
+
+
 @pytest.mark.parametrize(
     ("name", "prompt", "output", "held"),
     [
