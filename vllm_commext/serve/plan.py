@@ -69,7 +69,7 @@ class Request:
         """The model's name in requests."""
         for option, value in pairwise((*self.engine_args, "")):
             name, equals, given = option.partition("=")
-            if name.replace("_", "-") == "--served-model-name":
+            if name.strip("-") and "--served-model-name".startswith(name.replace("_", "-")):
                 return given if equals else value
         return self.model
 

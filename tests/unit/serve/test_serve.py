@@ -86,6 +86,8 @@ def test_variables_of_the_user_win_over_defaults_for_cpus() -> None:
         (("--seed", "1"), "m"),
         (("--served-model-name", "a", "b"), "a"),
         (("--seed", "1", "--served_model_name=a"), "a"),
+        (("--served", "a", "b"), "a"),
+        (("--served_model=a",), "a"),
     ],
 )
 def test_requests_name_the_model_as_its_engines_do(args: tuple[str, ...], name: str) -> None:
