@@ -133,9 +133,8 @@ class Life:
         self._marks.append((time.monotonic(), phase, engine))
 
 
-_QUEUE, _PREFILL, _ASK, _FIRST_TOKEN, _DECODE, _MOVE = _PARTS = (
-    *("queue", "prefill", "ask", "first token", "decode", "move"),
-)
+_PARTS = ("queue", "prefill", "ask", "first token", "decode", "move")
+_QUEUE, _PREFILL, _ASK, _FIRST_TOKEN, _DECODE, _MOVE = _PARTS
 
 
 Part = tuple[str, str, float, float]

@@ -108,6 +108,12 @@ class Ledger:
         if self._config.access_log:
             access.log_access(request, outcome)
 
+    async def count_strangers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Count requests without a key. Anyone can send many: no more is kept or done."""
+        side = response.headers.get(access.SIDE)
+        if (response.status, side) == (401, "proxy") and request.path in _COUNTED:
+            self.metrics.requests.labels(_COUNTED[request.path], "unauthorized", side).inc()
+
 
 class ProxyApp:
     def __init__(self, config: ProxyConfig) -> None:
@@ -127,10 +133,10 @@ class ProxyApp:
 
     def build(self) -> web.Application:
         keys = self.config.api_key_file
-        guards = [access.answer_errors, *([access.ApiKeys(keys).check] if keys else ())]
+        guards = [access.answer_errors, *([access.client_keys(keys).check] if keys else ())]
         app = web.Application(middlewares=guards, client_max_size=self.config.max_body_bytes)
         app.cleanup_ctx.append(self._resources)
-        app.on_response_prepare.append(access.finish_head)
+        app.on_response_prepare.extend((access.finish_head, self.ledger.count_strangers))
         for path in ENDPOINTS:
             app.router.add_post(path, self.generate)
         for path in _FETCHED:
@@ -284,7 +290,7 @@ def check(config: ProxyConfig) -> None:
         if path:
             read_secret(path)
     if config.api_key_file:
-        access.ApiKeys(config.api_key_file)
+        access.client_keys(config.api_key_file)
     server_tls(config)
     engine_tls(config)
 

@@ -16,8 +16,10 @@ import pytest
 from aiohttp import web
 
 from vllm_commext.errors import ConfigError
+from vllm_commext.limited_log import RateLimitedLog
 
 BODY = {"prompt": "hello", "max_tokens": 20}
+REQUESTS = "commext_proxy_requests_total"
 
 
 @pytest.mark.parametrize("engine_key", ["for-engines", None])
@@ -45,14 +47,29 @@ async def test_a_client_needs_a_key_that_engines_never_get(
             assert server.calls[0].headers.get("authorization") == expected
 
 
+async def test_requests_without_a_key_are_counted_by_endpoint_and_few_are_logged(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    complaints = RateLimitedLog(logging.getLogger("vllm.commext.proxy"))
+    monkeypatch.setattr("vllm_commext.proxy.http.access_and_errors.complaints", complaints)
+    (tmp_path / "keys").write_text("first\n")
+    async with kit.cluster(api_key_file=str(tmp_path / "keys"), access_log=True) as cluster:
+        for path in ("/v1/models", "/v1/models", "/of-a-stranger", "/live") * 3:
+            await cluster.get(path)
+        page = await cluster.metrics()
+    counted = [line for line in page.splitlines() if line.startswith(REQUESTS + "{")]
+    assert counted == [f'{REQUESTS}{{endpoint="models",outcome="unauthorized",side="proxy"}} 6.0']
+    assert [one.getMessage() for one in caplog.records] == ["no valid API key from 127.0.0.1"] * 5
+
+
 @pytest.mark.parametrize("content", [None, "", "# only this\n"])
 def test_a_file_without_keys_is_refused(kit: Any, tmp_path: Path, content: str | None) -> None:
-    from vllm_commext.proxy.http.access_and_errors import ApiKeys
+    from vllm_commext.proxy.http.access_and_errors import client_keys
 
     if content is not None:
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ConfigError, match="API key"):
-        ApiKeys(str(tmp_path / "keys"))
+        client_keys(str(tmp_path / "keys"))
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

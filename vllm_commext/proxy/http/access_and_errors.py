@@ -4,7 +4,8 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -23,6 +24,7 @@ from vllm_commext.proxy.http.client_connections import begin, cut
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
 
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 REQUEST_ID, _USABLE_ID = "X-Request-Id", re.compile(r"[\x21-\x7e]{1,128}")
 # Asked by what watches over the proxy, which has no key of a client.
 OPEN_PATHS = frozenset(("/live", "/ready", "/health", "/metrics"))
@@ -80,24 +82,21 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
 
 
 def _error_response(error: ProxyError) -> web.Response:
-    headers = {SIDE: error.side}
-    if error.status == 503:
-        headers["Retry-After"] = "1"
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    headers = {SIDE: error.side, **_HEADERS.get(error.status, {})}
     if error.answer is None:
         return web.json_response(error.as_json(), status=error.status, headers=headers)
     headers |= error.answer.headers
     return web.Response(status=error.status, body=error.answer.body, headers=headers)
 
 
+@dataclass(frozen=True)
 class Keys:
-    """One of *keys* is asked for, but for *open_paths*. kind: what they are, in words."""
+    """One of *keys* is asked for, but for open paths and methods. kind: what they are, in words."""
 
-    _open_methods: tuple[str, ...] = ()
-
-    def __init__(self, keys: Iterable[str], open_paths: Collection[str], kind: str) -> None:
-        self._keys, self._open_paths, self._kind = [one.encode() for one in keys], open_paths, kind
+    kind: str
+    keys: Sequence[str]
+    open_paths: Collection[str]
+    open_methods: Collection[str] = ()
 
     @web.middleware
     async def check(
@@ -105,27 +104,25 @@ class Keys:
     ) -> web.StreamResponse:
         """Compare with every key, in a time that does not depend on them."""
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        matches = [hmac.compare_digest(given, b"Bearer " + key) for key in self._keys]
-        is_open = request.path in self._open_paths or request.method in self._open_methods
+        matches = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in self.keys]
+        is_open = request.path in self.open_paths or request.method in self.open_methods
         if not (is_open or any(matches)):
-            raise ProxyError(401, "unauthorized", f"expected Authorization: Bearer <{self._kind}>")
+            complaints.warning("unauthorized", f"no valid {self.kind} from {request.remote}")
+            raise ProxyError(401, "unauthorized", f"expected Authorization: Bearer <{self.kind}>")
         return await handler(request)
 
 
-class ApiKeys(Keys):
-    """The keys of a file, one a line; lines that begin with # are left out."""
-
-    _open_methods = ("OPTIONS",)  # browsers send no key with what they ask before a request
-
-    def __init__(self, path: str) -> None:
-        try:
-            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: expected a file of API keys, got {error}") from error
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"{path}: expected at least one API key, one a line, got none")
-        super().__init__(keys, OPEN_PATHS, "API key")
+def client_keys(path: str) -> Keys:
+    """Those of a file, one a line; lines that begin with # are left out. Raises `ConfigError`."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a file of API keys, got {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"{path}: expected at least one API key, one a line, got none")
+    # Browsers send no key with what they ask before a request.
+    return Keys("API key", keys, OPEN_PATHS, ("OPTIONS",))
 
 
 def log_access(request: web.Request, outcome: Outcome) -> None:
@@ -141,9 +138,7 @@ def log_access(request: web.Request, outcome: Outcome) -> None:
 
 
 _ASKED = ("Origin", "Access-Control-Request-Method", "Access-Control-Request-Headers")
-KEPT_SECONDS = 60.0
-_MAX_KEPT = 256
-_MAX_ASKED = 4
+KEPT_SECONDS, _MAX_KEPT, _MAX_ASKED = 60.0, 256, 4
 _MAX_BYTES = 256
 """Of each thing asked; browsers ask for less."""
 

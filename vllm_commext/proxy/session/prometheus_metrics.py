@@ -105,7 +105,7 @@ class ProxyMetrics:
         self._page, self._page_until = b"", 0.0
         self._registry = of = _Registry()
         text = "Requests ended, by outcome and by the side that decided it."
-        self._requests = of.counter("requests", text, "endpoint", "outcome", "side")
+        self.requests = of.counter("requests", text, "endpoint", "outcome", "side")
         healthy = of.gauge("engines_healthy", "Healthy engines that do not drain.", "role")
         text = "Requests of this proxy that an engine works on now."
         self._engines = healthy, of.gauge("engine_requests_in_flight", text, "role", "engine")
@@ -129,7 +129,7 @@ class ProxyMetrics:
         return self._page
 
     def note_ended(self, endpoint: str, outcome: str, side: str) -> None:
-        self._requests.labels(endpoint, outcome, side).inc()
+        self.requests.labels(endpoint, outcome, side).inc()
         self._page_until = 0.0
 
     def streams_counted(self) -> Counts[str]:
