@@ -38,7 +38,7 @@ start() {
 wait_for() {
     local name=$1 pid=$2 url=$3
     for _ in $(seq "$READY_SECONDS"); do
-        if "${ask_from[@]}" curl -sf -o /dev/null --max-time 2 "$url"; then
+        if "${ask_from[@]}" curl -sf -o /dev/null --max-time 2 "$url" && kill -0 "$pid"; then
             echo "$name is ready"
             return
         fi

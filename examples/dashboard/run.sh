@@ -4,7 +4,7 @@
 set -euo pipefail
 
 HERE=$(dirname "${BASH_SOURCE[0]}")
-PORT=${PORT:-9090}
+PORT=${PORT:-9091} # a Prometheus of the system has 9090
 KEEP=${KEEP:-0}
 URL=http://127.0.0.1:$PORT
 
