@@ -483,7 +483,7 @@ def test_a_request_is_lost_that_is_late_by_far_or_by_its_first_token() -> None:
         assert place(made, [], [one]).is_lost == is_lost
 
 
-@pytest.mark.parametrize(("answer", "idx"), [(30, 1), (160, 0)])
+@pytest.mark.parametrize(("answer", "idx"), [(30, 1), (100, 1), (160, 0)])
 def test_late_prompts_go_where_most_wait_if_answers_end_soon(answer: int, idx: int) -> None:
     made = planner(first_token=1.0, per_token=2 * STEP, answer_tokens=answer)
     for one, tokens in zip(both := engines(made), (4000, 8000), strict=True):

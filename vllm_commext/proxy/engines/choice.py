@@ -132,8 +132,7 @@ class Chooser:
         now, name = time.monotonic(), prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
         is_same, tokens, placement = decode.are_both and prefill.are_both, max(tokens, 1), None
         most = max(len(decode.engines), len(prefill.engines) if may_hand_over else 0)
-        num = num_compared(most)
-        are_all = most <= num
+        are_all = most <= (num := num_compared(most))
         self._turn += 1 if are_all else num
         for among in (self._window, _idlest):
             targets = sources = _usable(among(name, decode), prefix, failed)

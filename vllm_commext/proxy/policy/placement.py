@@ -184,8 +184,9 @@ class Planner:
         """All ways, without their effect on others. Late ones cost time that is free of prompts, or
         go where most wait, if prompts keep all engines from answers in time, which end within the
         first token's limit: one gets free."""
-        shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
-        may_free = are_all and len(sources) > 0 and shared.lengths.mean * tpot < shared.limits.first
+        shared, tpot, step = self.shared, self.shared.limits.tpot, targets[0].steps.slower
+        options = list[_Option]()
+        may_free = are_all and len(sources) > 0 and shared.lengths.mean * step < shared.limits.first
         if may_free and all(one.steps.slower < tpot <= one.steps.pace for one in targets):
             loads = [one.candidate.load for one in sources]
             work = [load.prompts.seconds + load.queue.seconds for load in loads]
