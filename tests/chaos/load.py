@@ -162,7 +162,7 @@ class Load:
         with self._lock:
             self.verdicts[found] += 1
             if found == ERROR:
-                self.errors[_shortened(error)] += 1
+                self.errors[NUMBERS.sub("#", " ".join(error.split()))[:MAX_ERROR_TEXT]] += 1
             if found in (WRONG, LATE):
                 self.samples.append(describe())
 
@@ -207,10 +207,6 @@ class Load:
             *(found, error), lambda: f"{found} after {seconds:.1f} s: {talk}, got {text or error!r}"
         )
         return found
-
-
-def _shortened(text: str) -> str:
-    return NUMBERS.sub("#", " ".join(text.split()))[:MAX_ERROR_TEXT]
 
 
 def _describe(verdict: str, reference: Completion, answer: Answer) -> str:

@@ -89,7 +89,8 @@ def canonical(stream: Told) -> dict[str, Any]:
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
             usage["completion_tokens"] = usage["total_tokens"] = 0
         frame = _written(content)
-        if _is_in_the_middle(content):
+        more = [one.get("finish_reason") or one.get("delta") for one in content["choices"]]
+        if more and not any(more):
             middle.add(frame)
         elif frame not in frames:
             frames.append(frame)
@@ -97,11 +98,6 @@ def canonical(stream: Told) -> dict[str, Any]:
     assert said["usage"] == sorted(said["usage"])
     said["usage"] = said["usage"][-1:]
     return {"frames": frames, "middle": middle, **said}
-
-
-def _is_in_the_middle(content: Mapping[str, Any]) -> bool:
-    more = [choice.get("finish_reason") or choice.get("delta") for choice in content["choices"]]
-    return bool(more) and not any(more)
 
 
 def tokens_and_first(stream: Told) -> dict[str, Any]:

@@ -285,10 +285,6 @@ class Stage(msgspec.Struct, frozen=True):
 _STAGE = msgspec.msgpack.Decoder(Stage)
 
 
-def _alone(own: bytes) -> list[bytes]:
-    return [own]
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """A worker's place among the stages of its engine.
@@ -299,7 +295,7 @@ class Pipeline:
 
     size: int = 1
     index: int = 0
-    gather: Callable[[bytes], list[bytes]] = _alone
+    gather: Callable[[bytes], list[bytes]] = lambda own: [own]
 
     def check_caches(self, num_caches: int) -> None:
         """Refuse a stage that has nothing to be read; raises UnsupportedError."""

@@ -28,10 +28,6 @@ FIELDS = (
 )  # fmt: skip
 
 
-def taken_apart(raw: bytes | bytearray) -> Any:
-    return run(members_of(raw))[0]
-
-
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(
     lambda b: {"prompt": "p", **b}
 )
@@ -131,7 +127,7 @@ def test_what_is_not_one_sequence_is_prefilled_by_the_decode_engine(
 )
 def test_what_is_no_json_is_refused_with_the_reason(raw: bytes, message: str) -> None:
     with pytest.raises((ValueError, RecursionError), match=message):
-        taken_apart(raw)
+        run(members_of(raw))
 
 
 events = st.lists(

@@ -54,7 +54,8 @@ async def test_an_unusable_request_id_is_replaced_by_one_for_both_engines(
         headers = {} if given is None else {"X-Request-Id": given}
         async with cluster.post(TWO_STEP, headers=headers) as response:
             told = response.headers["X-Request-Id"]
-        sent = [side[0].calls[0].headers["x-request-id"] for side in _sides(cluster)]
+        engines = *cluster.prefill, *cluster.decode
+        sent = [one.calls[0].headers["x-request-id"] for one in engines]
         assert sent == [told, told]
         assert told != given
         assert len(told) == 32
@@ -67,10 +68,6 @@ async def test_errors_of_the_proxy_bear_the_requests_id(kit: Any, path: str) -> 
             assert (got.status in (404, 405), got.headers["X-Request-Id"]) == (True, "x")
         async with cluster.post([1], headers={"X-Request-Id": "x"}) as got:
             assert (got.status, got.headers["X-Request-Id"]) == (400, "x")
-
-
-def _sides(cluster: Any) -> tuple[Any, Any]:
-    return cluster.prefill, cluster.decode
 
 
 async def test_streaming_passes_each_event_on_before_the_next_one_exists(kit: Any) -> None:

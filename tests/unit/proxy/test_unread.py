@@ -140,10 +140,6 @@ async def test_a_failed_release_is_told(kit: Any, caplog: pytest.LogCaptureFixtu
         assert 'commext_proxy_releases_total{outcome="failed"} 1.0' in await cluster.metrics()
 
 
-def calls_of(engines: list[Any]) -> int:
-    return sum(len(asked(one)) for one in engines)
-
-
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
 @pytest.mark.parametrize("ending", ["lost", "dead"])
 @pytest.mark.parametrize(
@@ -174,7 +170,7 @@ async def test_a_request_that_loses_two_engines_in_one_step_is_tried_at_no_third
             error = (await response.json())["error"]
             assert error["type"] == "engines_lost"
             assert "may be what ends engines" in error["message"]
-        assert calls_of(cluster.prefill) == num_prefill
+        assert sum(len(asked(one)) for one in cluster.prefill) == num_prefill
         assert sum(len(one.calls) for one in cluster.decode) == num_decode
         if ending == "lost":
             for pool in cluster.pools:

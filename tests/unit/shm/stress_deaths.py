@@ -107,11 +107,6 @@ class Group:
             process.join()
 
 
-def left_behind(groups: list[Group]) -> list[str]:
-    MessageQueue(1, 1, **SHAPE)  # to create one removes what the dead have left
-    return [group.segment for group in groups if (Path("/dev/shm") / group.segment).exists()]
-
-
 def run(rounds: int, seed: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     rng, longest = random.Random(seed), 0.0
@@ -127,7 +122,8 @@ def run(rounds: int, seed: int) -> None:
         finally:
             for group in groups:
                 group.end()
-        assert left_behind(groups) == []
+        MessageQueue(1, 1, **SHAPE)  # to create one removes what the dead have left
+        assert not [one.segment for one in groups if (Path("/dev/shm") / one.segment).exists()]
     sys.stdout.write(f"{rounds} rounds, seed {seed}: at most {longest:.2f} s, nothing left\n")
 
 

@@ -40,10 +40,6 @@ def read_only(array: Any) -> Any:
     return array
 
 
-def with_metadata() -> Any:
-    return np.zeros(LARGE, np.dtype("i4", metadata={"unit": "m"}))
-
-
 ARRAYS: dict[str, Callable[[], Any]] = {
     "read-only": lambda: read_only(np.arange(LARGE)),
     "read-only, small": lambda: read_only(np.arange(3)),
@@ -59,7 +55,7 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "offset": lambda: np.arange(2 * LARGE)[LARGE:],
     "big-endian": lambda: np.arange(LARGE, dtype=">i4"),
     "long double": lambda: np.arange(LARGE, dtype=np.longdouble),
-    "metadata": with_metadata,
+    "metadata": lambda: np.zeros(LARGE, np.dtype("i4", metadata={"unit": "m"})),
     "structured": lambda: np.zeros(LARGE, [("x", np.int32), ("y", "S3")]),
     "aligned": lambda: np.zeros(9, np.dtype([("x", "i1"), ("y", "f8")], align=True)),
     "void": lambda: np.zeros(9, "V5"),

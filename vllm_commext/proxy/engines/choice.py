@@ -32,7 +32,7 @@ class Plan:
     decode: Engine | None = None
     expected: Way | None = None
     first_token_at: float = 0.0
-    _end_planned: Callable[[], None] = lambda: None
+    note_sent: Callable[[], None] = lambda: None  # no more planned, but expected
 
     @property
     def kind(self) -> str:
@@ -43,10 +43,6 @@ class Plan:
     @property
     def is_lost(self) -> bool:
         return self.expected is not None and self.expected.is_lost
-
-    def note_sent(self) -> None:
-        """Its answer is no more planned: it is expected."""
-        self._end_planned()
 
     @property
     def ways(self) -> tuple[tuple[str, float, float], ...]:
@@ -202,11 +198,7 @@ def least_work(
     candidates = [one for one in pool.in_turn if one.usable and one not in exclude]
     if not candidates:
         return None
-
-    def until_through(choice: tuple[Engine, int]) -> tuple[bool, int]:
-        return choice[0].state.is_last, choice[0].work.tokens - choice[1]
-
     held = ((engine, engine.memory.held_tokens(prefix)) for engine in candidates)
-    chosen = min(held, key=until_through)  # the first of equals
+    chosen = min(held, key=lambda one: (one[0].state.is_last, one[0].work.tokens - one[1]))
     pool.end_turn(chosen[0])
     return chosen

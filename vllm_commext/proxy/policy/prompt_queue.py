@@ -62,7 +62,7 @@ class Queue(dict[Waiting, None]):
         if not self._limit:
             return min(among, key=lambda one: one.due)
         first = among[0]
-        if not self._is_overdue(first, now):
+        if now <= first.since + PATIENCE * self._limit:
             self._spared = 0.0
         elif self._spared >= first.seconds:
             self._spared -= first.seconds
@@ -76,9 +76,6 @@ class Queue(dict[Waiting, None]):
     def _first_in_time(self, waiting: Sequence[Waiting], now: float) -> Waiting | None:
         both = zip(waiting, in_time(waiting, now, self._limit)[0], strict=True)
         return next((one for one, seconds in both if one.seconds == seconds), None)
-
-    def _is_overdue(self, prompt: Waiting, now: float) -> bool:
-        return now > prompt.since + PATIENCE * self._limit
 
     def ahead(self, seconds: float, now: float, start: float) -> tuple[float, int]:
         """Seconds of those that go before a new prompt of *seconds*, if the next goes at *start*,

@@ -90,7 +90,7 @@ class _Told:
         ids, delta = choice.token_ids, choice.delta
         try:
             if ids is None:
-                return delta is not None and "role" in delta and not edited(delta, _same)
+                return delta is not None and "role" in delta and not edited(delta)
             if delta is None:
                 self._take_text("text", choice.text)
             else:
@@ -457,10 +457,6 @@ def _last(logprobs: dict[str, Any] | None, num_told: int) -> dict[str, Any] | No
         return logprobs
     every = logprobs.items()
     return {name: value[num_told:] if isinstance(value, list) else value for name, value in every}
-
-
-def _same(name: str, text: str) -> str:
-    return text
 
 
 def _without_ids(event: bytes) -> bytes:

@@ -18,7 +18,7 @@ UNKNOWN = (UnknownError, AttributeError, TypeError, OverflowError)
 _Edit = Callable[[str, str], str]
 
 
-def edited(delta: Mapping[str, Any], edit: _Edit) -> dict[str, Any]:
+def edited(delta: Mapping[str, Any], edit: _Edit = lambda _, text: text) -> dict[str, Any]:
     """A chat's delta without its role, each text as *edit* leaves it."""
     kept: dict[str, Any] = {}
     for name, value in delta.items():
