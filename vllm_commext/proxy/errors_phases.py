@@ -255,7 +255,7 @@ class AtOnce(Reason):
     BUSY = "busy", "enough requests wait for the prefill engine already"
     AGAIN = "again", "the request is served anew"
     FAILED = "failed", "the decode engine failed after both at once; one after the other then"
-    ALONE = "alone", "the prefill engine was lost, and the decode engine went on without it"
+    ALONE = "alone", "the prefill engine was lost or late; the decode engine went on without it"
 
 
 class Resume(Reason):

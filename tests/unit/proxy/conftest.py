@@ -6,7 +6,7 @@ decides to the byte what comes back."""
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -63,6 +63,17 @@ class Call:
         head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}"
         self.complete = True
         await self.send(f"{head}\r\n{headers}\r\n".encode() + content)
+
+    async def stream(
+        self, pieces: Iterable[bytes], pause: Any = None, kind: str = "text/event-stream"
+    ) -> None:
+        """Answer by *pieces*, with a *pause* after each."""
+        await self.begin_stream(kind)
+        for piece in pieces:
+            await self.chunk(piece)
+            if pause is not None:
+                await pause()
+        await self.end_stream()
 
     async def begin_stream(self, kind: str = "text/event-stream; charset=utf-8") -> None:
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n"
@@ -144,11 +155,7 @@ def held_stream(release: asyncio.Event) -> Behaviour:
     """Begin a stream, and end it once it is let go."""
 
     async def behave(call: Call) -> None:
-        await call.begin_stream()
-        await call.chunk(b"data: 1\n\n")
-        await release.wait()
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
+        await call.stream((b"data: 1\n\n", b"data: [DONE]\n\n"), release.wait)
 
     return behave
 

@@ -139,10 +139,6 @@ def of_cache_key(number: int, num_turns: int) -> dict[str, Any]:
     return {"input": "x" * num_turns + LONG, "prompt_cache_key": f"k{number}"}
 
 
-def of_ids(number: int, num_turns: int) -> dict[str, Any]:
-    return {"token_ids": [number + one for one in range(2000 * num_turns)]}
-
-
 CLIENTS = {
     "chat": (CHAT, of_chat),
     "agent": (MESSAGES, of_agent),
@@ -150,7 +146,7 @@ CLIENTS = {
     "response": (RESPONSES, of_response),
     "items": (RESPONSES, of_items),
     "cache key": (RESPONSES, of_cache_key),
-    "ids": (GENERATE, of_ids),
+    "ids": (GENERATE, lambda number, num: {"token_ids": [*range(number, number + 2000 * num)]}),
     "batch": (f"{CHAT}/batch", lambda *one: {"messages": [of_chat(*one)["messages"]]}),
 }
 
@@ -163,11 +159,8 @@ async def answered(call: Any) -> None:
     if call.body.get("stream"):
         created = {"response": content, "type": "response.created"}
         done = {"response": content, "type": "response.completed"}
-        await call.begin_stream()
-        for event in (created, done):
-            data = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-            await call.chunk(data.encode())
-        await call.end_stream()
+        events = (f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in (created, done))
+        await call.stream(map(str.encode, events))
         return
     await call.answer(200, json.dumps(content).encode())
 

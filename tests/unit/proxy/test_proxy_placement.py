@@ -43,12 +43,8 @@ def serves(first_seconds: float, gap_seconds: float, num_tokens: int = 8) -> Any
                 200, b'{"choices": [{"text": "!"}], "kv_transfer_params": {"remote_host": "h"}}'
             )
             return
-        await call.begin_stream()
-        for token in range(num_tokens):
-            await call.chunk(b'data: {"choices": [{"text": "%d"}]}\n\n' % token)
-            await asyncio.sleep(gap_seconds)
-        await call.chunk(b"data: [DONE]\n\n")
-        await call.end_stream()
+        events = [b'data: {"choices": [{"text": "%d"}]}\n\n' % token for token in range(num_tokens)]
+        await call.stream([*events, b"data: [DONE]\n\n"], lambda: asyncio.sleep(gap_seconds))
 
     return behave
 

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.proxy.test_resume import COMPLETIONS, stream
 from vllm_commext.proxy.engines.engine import UNKNOWN, Capabilities, Engine, Rank, SideChannel, Work
 from vllm_commext.proxy.engines.health_and_metrics import read_capabilities
+from vllm_commext.proxy.session import ask_engines
 from vllm_commext.proxy.session.prefill_and_decode import Stream
 
 BODY = {"model": "tiny", "prompt": "long " * 40, "max_tokens": 3, "temperature": 0, "stream": True}
@@ -42,10 +43,7 @@ async def decode(call: Any) -> None:
     if not call.body["stream"]:
         await call.answer(200, b'{"choices": [{"text": "one two three"}]}')
         return
-    await call.begin_stream()
-    for event in ANSWER:
-        await call.chunk(event)
-    await call.end_stream()
+    await call.stream(ANSWER)
 
 
 def params_of(call: Any) -> Any:
@@ -81,6 +79,21 @@ async def ask(cluster: Any, body: Any = BODY) -> tuple[str, bytes]:
     async with cluster.post(body) as response:
         assert response.status == 200
         return response.headers["X-Commext-Path"], await response.read()
+
+
+async def check_alone(cluster: Any) -> None:
+    """The decode engine answers a request by itself, and no second prefill engine is asked."""
+    path, answer = await ask(cluster)
+    assert path == "streamed"
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert [len(one.calls) for one in cluster.decode] == [1]
+    assert sum(len(one.calls) for one in cluster.prefill) == 1
+    assert await ways(cluster) == {"alone": 1}
+
+
+async def until_answered(cluster: Any, step: str, count: int = 1) -> None:
+    while f"{step}_seconds_count {count}" not in await cluster.metrics():
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -134,23 +147,19 @@ async def test_a_decode_engine_that_cannot_is_asked_once_more_with_the_answer(
 ) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        await ask(cluster)
-
         decoding.behave = refusing(status)
         path, answer = await ask(cluster)
         assert path == "two-step"
         assert answer.count(b"data: ") == len(ANSWER)
         assert answer.endswith(b"data: [DONE]\n\n")
-        assert len(prefill.calls) == 2
+        assert len(prefill.calls) == 1
         assert params_of(decoding.calls[-1])["remote_block_ids"] == [[1]]
-        assert await ways(cluster) == {"streamed": 1, "failed": 1}
+        assert await ways(cluster) == {"failed": 1}
 
 
 async def test_a_prefill_engine_that_fails_ends_the_decode_engines_wait(kit: Any) -> None:
     async with running(kit) as cluster:
         prefill, decoding = cluster.prefill[0], cluster.decode[0]
-        await ask(cluster)
-
         decoding.behave = whole_only
         prefill.behave = kit.answering(500, b"{}")
         path, _ = await ask(cluster)
@@ -202,8 +211,7 @@ async def test_a_client_that_leaves_takes_both_requests_along(kit: Any, num_comp
         prefill.behave = answering() if num_computed == 2 else kit.hanging
         task = asyncio.ensure_future(ask(cluster))
         await kit.until(lambda: len(prefill.calls) + len(decoding.calls) == 4, "both requests")
-        while f"prefill_seconds_count {num_computed}" not in await cluster.metrics():
-            await asyncio.sleep(0.01)
+        await until_answered(cluster, "prefill", num_computed)
         task.cancel()
         await kit.until(lambda: decoding.num_left + prefill.num_left == 3 - num_computed, "an end")
         await cluster.idle()
@@ -306,10 +314,7 @@ async def test_a_cancellation_is_not_lost_while_the_decode_engine_is_let_go() ->
             let_go.set()
             await may_end.wait()
 
-    def payload(body: Any, is_stream: bool | None = None) -> Any:
-        return body
-
-    stream = Stream(BODY, payload, asked)
+    stream = Stream(BODY, lambda body, reader: body, asked)
     await stream.prefill_payload(streaming_engine())
     assert stream.is_under_way
     await asyncio.sleep(0)
@@ -330,7 +335,7 @@ async def test_an_answer_that_comes_while_it_is_let_go_is_closed() -> None:
         except asyncio.CancelledError:
             return SimpleNamespace(close=lambda: closed.append(True))
 
-    stream = Stream(BODY, lambda body, is_stream=None: body, asked)
+    stream = Stream(BODY, lambda body, reader: body, asked)
     await stream.prefill_payload(streaming_engine())
     await asyncio.sleep(0)
     await stream.cancel()
@@ -354,11 +359,8 @@ async def test_cached_tokens_come_from_prefill(kit: Any, cached: int | None, for
         if form == "whole":
             await call.answer(200, content)
             return
-        await call.begin_stream("application/json" if form == "cut" else "text/event-stream")
-        for piece in pieces:
-            await call.chunk(piece)
-            await has_read.wait()
-        await call.end_stream()
+        kind = "application/json" if form == "cut" else "text/event-stream"
+        await call.stream(pieces, has_read.wait, kind)
 
     told = {} if cached is None else {"remote_prefill_cached_tokens": cached}
     async with running(kit) as cluster:
@@ -399,12 +401,60 @@ async def test_when_a_prefill_engine_is_lost_the_decode_engine_goes_on(
         for engine in cluster.prefill:
             engine.behave = dying
         decoding.behave = kit.held(may_answer, decode)
-        path, answer = await ask(cluster)
-        assert path == "streamed"
-        assert answer.endswith(b"data: [DONE]\n\n")
-        assert [len(one.calls) for one in cluster.decode] == [1]
-        assert sum(len(one.calls) for one in cluster.prefill) == 1
-        assert await ways(cluster) == {"alone": 1}
+        await check_alone(cluster)
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "late_seconds"), [("hangs", 20, 0.1), ("hangs", 1, 600), ("fails", 20, 60)]
+)
+async def test_a_decode_engine_that_answers_needs_the_prefill_engine_no_longer(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, end: str, seconds: float, late_seconds: float
+) -> None:
+    """It computes the prompt if its load fails. A silent prefill engine is asked no more."""
+    monkeypatch.setattr(ask_engines, "LATE_SECONDS", late_seconds)
+    async with running(kit, num_prefill=2, prefill_timeout_seconds=seconds) as cluster:
+
+        async def ending(call: Any) -> None:
+            await until_answered(cluster, "decode_headers")
+            await (kit.hanging(call) if end == "hangs" else call.answer(500, b"{}"))
+
+        for engine in cluster.prefill:
+            engine.behave = ending
+        await check_alone(cluster)
+        assert 'local_prefills_total{reason="prefill_failed"} 1.0' in await cluster.metrics()
+        silent = [one.state.is_silent for one in cluster.pools[0].engines]
+        await kit.until(lambda: [bool(one.num_left) for one in cluster.prefill] == silent, "an end")
+        assert any(silent) == (end == "hangs")
+
+
+@pytest.mark.parametrize(
+    ("first", "status", "late_seconds"),
+    [("decode", 200, 60.0), ("decode", 400, 0.0), ("prefill", 200, 0.0)],
+)
+async def test_a_prompts_answer_may_come_before_and_after_the_decode_engines(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, first: str, status: int, late_seconds: float
+) -> None:
+    """As its first token comes from the prefill engine. A refusal says nothing of the prompt."""
+    monkeypatch.setattr(ask_engines, "LATE_SECONDS", late_seconds)
+    async with running(kit) as cluster:
+        (prefill,), (decoding,) = cluster.prefill, cluster.decode
+
+        async def prefilling(call: Any) -> None:
+            if first == "decode":
+                await until_answered(cluster, "decode_headers")
+            await answering()(call)
+
+        async def reading(call: Any) -> None:
+            if first == "prefill":
+                await until_answered(cluster, "prefill")
+            await call.stream(ANSWER, cluster.metrics)
+
+        prefill.behave = prefilling
+        decoding.behave = reading if status == 200 else kit.answering(status, b"{}")
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Path"]) == (status, "streamed")
+            await response.read()
+        assert (prefill.num_left, await ways(cluster)) == (0, {"streamed": 1})
 
 
 async def test_a_prefill_engine_that_lives_is_not_taken_for_lost(kit: Any) -> None:

@@ -122,11 +122,7 @@ async def stream_both(kit: Any, call: Any) -> None:
     if is_prefill:
         await kit.prefill_ok(call)
         return
-    await call.begin_stream()
-    for piece in STREAM:
-        await call.chunk(piece)
-        await asyncio.sleep(0.02)
-    await call.end_stream()
+    await call.stream(STREAM, lambda: asyncio.sleep(0.02))
 
 
 async def test_the_state_has_requests_engines_and_placements_and_no_text(

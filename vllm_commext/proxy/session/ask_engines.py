@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -34,6 +35,7 @@ Told = tuple[int, Mapping[str, str], bytes]
 KEY_BYTES = 16
 PICK_INTERVAL_SECONDS = 0.05
 WHOLE_TIMES = 6  # as long as a stream's first event may a whole answer take
+LATE_SECONDS = 5.0  # of a prefill engine's answer after the first token of the decode engine's
 _MAX_FETCHES = 8
 """Questions about engines that are asked at a time."""
 MAX_JOINED_BYTES = 256 << 10
@@ -54,7 +56,7 @@ class Prefilled:
 @dataclass(eq=False)
 class Payload:
     """Request to an engine. tokens: about those of the prompt. edit: removes from its first events
-    what the client has not asked for."""
+    what the client has not asked for. reader: a decode engine's answer to the prompt."""
 
     path: str
     headers: Mapping[str, str]
@@ -65,6 +67,7 @@ class Payload:
     plan: Plan | None = None
     marks: list[Mark] = field(default_factory=list[Mark])
     edit: Callable[[bytes], bytes | None] | None = None
+    reader: asyncio.Task[Opened] | None = None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -324,8 +327,10 @@ class Upstream:
             self._computing(engine, payload, held) as job,
             failures.of(engine, seconds, payload.tries.losses, PREFILL),
             engine.state.awaited(seconds),
-            Deadline(seconds, engine.work.on_lost),
+            Deadline(seconds, engine.work.on_lost) as deadline,
         ):
+            if payload.reader is not None:
+                payload.reader.add_done_callback(partial(deadline.hurry, LATE_SECONDS))
             payload.mark(errors_phases.PREFILL_ASKED, engine)
             response = await self._post(engine, payload)
             try:

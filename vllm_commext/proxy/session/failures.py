@@ -55,7 +55,7 @@ class Watch:
 
     def __init__(self, on_lost: OnLost) -> None:
         self._on_lost = on_lost
-        self._raised: type[Exception] | None = None
+        self._raised: type[Exception] | Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
@@ -90,9 +90,9 @@ class Watch:
     def _lose(self) -> None:
         self._interrupt(EngineLostError)
 
-    def _interrupt(self, kind: type[Exception]) -> None:
+    def _interrupt(self, error: type[Exception] | Exception) -> None:
         if self._raised is None:
-            self._raised = kind
+            self._raised = error
             self._task.cancel()
 
 
@@ -106,6 +106,14 @@ class Deadline(Watch):
 
     def _begin(self) -> None:
         self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
+
+    def hurry(self, seconds: float, reader: "asyncio.Task[Opened]") -> None:
+        """Allow *seconds* more at most, as *reader* ends, if a decode engine answers it."""
+        timer, end = self._timer, self._loop.time() + seconds
+        if has_begun(reader) and timer and not timer.cancelled() and end < timer.when():
+            timer.cancel()
+            late = TimeoutError(f"within {seconds} s of the decode engine's first token")
+            self._timer = self._loop.call_at(end, self._interrupt, late)
 
 
 @dataclass
@@ -239,7 +247,7 @@ def meaning_of(
             engine, 502, "unreachable", message, side=side, can_retry=True, can_restart=True
         )
     if isinstance(error, asyncio.TimeoutError):
-        message = f"{name} did not answer within {timeout_seconds} s"
+        message = f"{name} did not answer {str(error) or f'within {timeout_seconds} s'}"
         late = _failure(engine, 504, "timeout", message, side=side, can_restart=may_restart)
         return losses.note(late) if may_restart and losses is not None else late
     if isinstance(error, EngineLostError):
@@ -391,6 +399,12 @@ class Opened:
     def close(self) -> None:
         """Let go of the engine, which aborts the rest."""
         self.work.close()
+
+
+def has_begun(asked: asyncio.Task[Opened]) -> bool:
+    """True if a decode engine answers: it has the prompt."""
+    is_open = asked.done() and not asked.cancelled() and asked.exception() is None
+    return is_open and asked.result().response.status < 400
 
 
 async def read_opening(

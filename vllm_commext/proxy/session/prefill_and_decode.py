@@ -14,7 +14,7 @@ from vllm_commext.proxy.engines.engine import DECODE, UNKNOWN, Engine, SideChann
 from vllm_commext.proxy.errors_phases import AtOnce, LocalPrefill, ProxyError, Route
 from vllm_commext.proxy.session import two_step_bodies
 from vllm_commext.proxy.session.ask_engines import KEY_BYTES, Payload, Prefilled, Service
-from vllm_commext.proxy.session.failures import Opened, Tries, is_dead
+from vllm_commext.proxy.session.failures import Opened, Tries, has_begun, is_dead
 from vllm_commext.proxy.session.two_step_bodies import Asked, decode_body, own_params
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -49,7 +49,7 @@ class Stream:
     """One attempt at both steps at once. way: how it went. *ask* asks a decode engine."""
 
     _body: Mapping[str, Any]
-    _payload: Callable[[Mapping[str, Any]], Payload]
+    _payload: Callable[[Mapping[str, Any], asyncio.Task[Opened] | None], Payload]
     _ask: Callable[[Mapping[str, Any], Engine], Coroutine[Any, Any, Opened]]
     way: AtOnce | None = None
     _asked: Engine | None = None
@@ -68,15 +68,15 @@ class Stream:
         place = self.way or place_or_reason(engine)
         if isinstance(place, AtOnce):
             self.way = place
-            return self._payload(two_step_bodies.prefill_body(self._body, key))
+            return self._payload(two_step_bodies.prefill_body(self._body, key), None)
         self._place, self._asked = place, engine
         engine.work.waiting.add(self)
         stream_key = secrets.token_hex(KEY_BYTES)
         where = zip(_PLACE_FIELDS, (place.host, place.port, place.seal), strict=True)
         params = {"do_remote_prefill": True, "do_remote_decode": False, "stream_key": stream_key}
         body = decode_body(self._body, {**params, **dict(where)})
-        self._decode = asyncio.create_task(self._ask(body, engine))
-        return self._payload(two_step_bodies.prefill_body(self._body, key, stream_key))
+        self._decode = reader = asyncio.create_task(self._ask(body, engine))
+        return self._payload(two_step_bodies.prefill_body(self._body, key, stream_key), reader)
 
     @property
     def source(self) -> str:
@@ -84,20 +84,21 @@ class Stream:
 
     @property
     def is_alone(self) -> bool:
-        """The prefill engine is lost, and the decode engine goes on."""
         return self.is_under_way and self.way is AtOnce.ALONE
 
     async def outlives(self, error: ProxyError) -> bool:
-        """True if the decode engine goes on after *error* of a prefill engine that is gone."""
-        engine = self._asked
-        if engine is None or not (error.kind == "lost" or is_dead(error)):
+        """True if the decode engine goes on after *error*: it answers, or the other is gone."""
+        engine, decode, is_lost = self._asked, self._decode, error.kind == "lost" or is_dead(error)
+        if engine is None or decode is None or error.status < 500:
             return False
-        engine.state.suspect()
+        state = engine.state
+        if is_lost:
+            state.suspect()
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECK_SECONDS):
-                while engine.state.suspected and engine.state.healthy:
+                while is_lost and state.suspected and state.healthy and not has_begun(decode):
                     await asyncio.sleep(LOOK_SECONDS)
-        if not engine.state.healthy:
+        if has_begun(decode) or (is_lost and not state.healthy):
             self.way = AtOnce.ALONE
         return self.is_alone
 
@@ -274,21 +275,20 @@ class Attempt:
         return tries.decode + itself + left
 
     def _payload(
-        self, body: Mapping[str, Any], edit: Callable[[bytes], bytes | None] | None = None
+        self, body: Mapping[str, Any], reader: asyncio.Task[Opened] | None = None
     ) -> Payload:
         asked = self._asked
         return Payload(
             *(asked.path, asked.headers, body, asked.tokens, asked.prefix, self._tries),
-            *(self.plan, self.route.marks, edit),
+            *(self.plan, self.route.marks, None, reader),
         )
 
     async def _decode(self, body: Mapping[str, Any], avoided: Sequence[Engine]) -> Opened:
-        edit = None
+        payload = self._payload(body)
         if (transcript := self._asked.transcript) is not None:
             every = self._service.upstream.decode_pool.engines
             asks_mark = all(one.capabilities.ranks for one in every if one.usable)
-            body, edit = transcript.asking(body, asks_mark), transcript.edit
-        payload = self._payload(body, edit)
+            payload.body, payload.edit = transcript.asking(body, asks_mark), transcript.edit
         return await self._service.upstream.decode(payload, avoided, self.route)
 
     def _stream(self) -> Stream:
