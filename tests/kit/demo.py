@@ -27,6 +27,7 @@ from tests.kit.smollm2 import write_smollm2
 from vllm_commext.errors import CommextError
 
 ARGS = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--num-gpu-blocks-override", "256"]
+IMPORTS = "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker"
 MAX_TOKENS, LONG_TOKENS = 40, 120
 COMPUTED = "vllm:prompt_tokens_by_source_total"
 COUNTS = "commext_nixl_blocks", "commext_nixl_bytes", "commext_nixl_failures", "generation_tokens"
@@ -82,7 +83,7 @@ class Demo:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.say(f"making the model, logs in {self.folder}")
         # What each engine imports, so that two that start at once do not both compile it.
-        with subprocess.Popen([sys.executable, "-m", "tests.kit.compiled"]):
+        with subprocess.Popen([sys.executable, "-c", IMPORTS]):
             self.model = write_smollm2()
         with self.serve() as served:
             served.wait_for_log(WINDOW, BACK_SECONDS)

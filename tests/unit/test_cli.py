@@ -61,6 +61,14 @@ MISTAKES: list[tuple[list[str], str, str]] = [
 ]
 
 
+def test_an_option_of_vllm_serve_is_sent_behind_two_dashes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "model", "--max-model-len", "4096"])
+    assert "of this command, or one of vllm serve after ' -- ', got" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("words", "beginning", "part"), MISTAKES)
 def test_a_mistake_gets_one_sentence_and_status_2_before_anything_starts(
     capsys: pytest.CaptureFixture[str], words: list[str], beginning: str, part: str

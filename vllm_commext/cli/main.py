@@ -49,8 +49,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, unknown: str) -> NoReturn:
-        known = difflib.get_close_matches(unknown, re.findall(r"--[\w-]+", self.format_help()), 1)
-        meant = f", such as {known[0]}" if known else ""
+        known = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        after = ", or one of vllm serve after ' -- '" if " -- " in (self.epilog or "") else ""
+        meant = f", such as {known[0]}" if known else after
         self.error(f"{unknown}: expected an option of this command{meant}, got an unknown one")
 
 

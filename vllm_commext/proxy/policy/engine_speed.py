@@ -66,8 +66,7 @@ class LeastSquares:
         return self.solution
 
     def _with_shared(self, base: "LeastSquares") -> list[float]:
-        """Sums with the base's, its values as much larger as they are here for the same features:
-        the best factor of its predictions, by least squares."""
+        """Sums with the base's, whose values are scaled to this engine's by least squares."""
         aa, ab, ac, bb, bc, cc, a, b, c = self._sums
         x, y, z = base.solution or base.solved()
         squares = x * (x * aa + 2 * (y * ab + z * ac)) + y * (y * bb + 2 * z * bc) + z * z * cc
