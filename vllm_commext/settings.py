@@ -98,7 +98,7 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *(_BACKEND, "allreduce_backend"),
         *(("auto", "flashinfer_one_shot", "custom", "push", "nccl", "vllm"), "auto"),
-        "`auto` chooses by measurement; a name forces that backend where it can serve; "
+        "`auto` chooses by measurement; a name forces one where vLLM fuses no norm; "
         "`vllm` keeps vLLM's.",
     ),
     Toggle(
