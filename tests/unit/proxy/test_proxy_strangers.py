@@ -146,6 +146,52 @@ async def test_a_request_may_come_in_pieces(kit: Any, size: int, cuts: tuple[int
 
 
 @pytest.mark.parametrize(
+    ("size", "shape"),
+    crossed([2 * MIB, 10 * MIB], ["one", "chunked", "three", "many heads"]),
+)
+async def test_bodies_may_come_before_their_requests_begin(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, size: int, shape: str
+) -> None:
+    """All at once: uvloop reads again and again in one step, until it is paused. "many heads": the
+    connection may have as little as where there are too many."""
+    content = json.dumps({"prompt": "x" * size}).encode()
+    request = head(len(content)) + content
+    if shape == "chunked":
+        begin = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        request = begin + b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n"
+    num_requests = 1 if shape in ("one", "chunked") else 3
+    data = request * (num_requests - 1) + request.replace(b": x", b": x\r\nConnection: close", 1)
+    monkeypatch.setattr(connections, "MAX_HEADS_BYTES", 0 if shape == "many heads" else 1 << 24)
+    take_in, num_come, in_one_step = connections.Connection.data_received, 0, list[int]()
+
+    def gather(one: Any, piece: bytes) -> None:
+        nonlocal num_come
+        num_come += len(piece)
+        if not piece:
+            take_in(one, piece)
+        elif num_come == len(data):
+            num_come = 0
+            in_one_step.append(go_on(one, 0))
+
+    def go_on(one: Any, start: int) -> int:
+        while start < len(data) and one._client.is_reading():
+            take_in(one, data[start : start + 256_000])
+            start += 256_000
+        if start < len(data):
+            asyncio.get_running_loop().call_soon(go_on, one, start)
+        return start
+
+    monkeypatch.setattr(connections.Connection, "data_received", gather)
+    async with kit.cluster() as cluster:
+        for _ in range(3):
+            told = await (await Stranger.of(cluster, data)).rest()
+            assert told.count(b"HTTP/1.1 200 OK") == num_requests
+        prompts = [json.loads(call.raw)["prompt"] for call in cluster.decode[0].calls]
+        assert set(map(len, prompts)) == {size}
+    assert max(in_one_step) <= 3 * 256_000
+
+
+@pytest.mark.parametrize(
     ("raw", "expected"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", True),
@@ -354,6 +400,16 @@ async def test_a_head_without_end_is_cut_off(kit: Any) -> None:
                 await asyncio.sleep(0)
             assert await stranger.rest() == b""
         await served(cluster)
+
+
+async def test_behind_a_refused_body_a_head_without_end_is_cut_off_too(kit: Any) -> None:
+    async with kit.cluster() as cluster:
+        refused = head(1).replace(b": x", b": x\r\nContent-Encoding: gzip") + b"x"
+        stranger = await Stranger.of(cluster, refused)
+        assert (await stranger.answer(keeps=True))[0] == 415
+        with suppress(ConnectionError):
+            stranger.send(b"GET /live HTTP/1.1\r\n" + (b"X: " + b"v" * 8000 + b"\r\n") * 100)
+            assert b"HTTP" not in await stranger.rest()
 
 
 @pytest.mark.parametrize("streams", [True, False])

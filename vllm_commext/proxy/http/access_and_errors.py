@@ -19,7 +19,7 @@ from vllm_commext.proxy.errors_phases import (
     bad_request,
     complaints,
 )
-from vllm_commext.proxy.http.client_connections import begin, cut
+from vllm_commext.proxy.http.client_connections import cut
 
 logger = logging.getLogger("vllm.commext.proxy")
 access_logger = logging.getLogger("vllm.commext.proxy.access")
@@ -36,7 +36,6 @@ async def answer_errors(
 ) -> web.StreamResponse:
     """Turn what a handler raises into an answer. Bodies with a Content-Encoding are refused: how
     far they unfold is the sender's choice, and no engine takes them."""
-    begin(request)
     try:
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() != "identity":

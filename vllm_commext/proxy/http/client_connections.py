@@ -20,7 +20,7 @@ from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
 from weakref import WeakValueDictionary
 
-from aiohttp import web
+from aiohttp import EMPTY_PAYLOAD, web
 
 from vllm_commext.networks import network_of
 from vllm_commext.proxy.errors_phases import ProxyError, complaints
@@ -37,7 +37,8 @@ _HTTP: dict[str, Any] = {
     "max_headers": 256,
 }
 MAX_HEAD_BYTES = 512 << 10
-"""Of a connection: a head, and the one read of its body that may come before it is handled."""
+"""Of a connection, until its next request begins: heads, and bodies of requests that wait. No more
+is read beyond that; where none waits, the head has no end, and the connection is cut off."""
 MAX_HEADS_BYTES = 16 << 20
 """Of all heads that are not whole, or wait for the answer before them: beyond that, one may have
 `_SMALL_HEAD_BYTES`."""
@@ -279,8 +280,8 @@ class Connection(web.RequestHandler):
     ) -> None:
         super().__init__(manager, loop=loop, **_HTTP)
         self._all = of_all
-        self._reads_body = self._is_made = self._is_held = False
-        self._beginning = b""
+        self._is_made = self._is_held = False
+        self._beginning, self._body = b"", EMPTY_PAYLOAD  # the body of what began last
         self._first: asyncio.TimerHandle | None = None
         self.peer = ""
         self.is_open = False
@@ -338,22 +339,25 @@ class Connection(web.RequestHandler):
         if not data:  # aiohttp says so to go on with what it has
             super().data_received(data)
             return
-        num_before = len(self._beginning)
+        body = self._messages[-1][1] if self._messages else self._body
+        num_before, is_body = len(self._beginning), not body.is_eof()
         self._beginning += data
-        if not self._reads_body and not self._count_head(num_before):
-            message = f"{self.peer} is cut off after {self.num_head_bytes} bytes of a head"
-            complaints.warning("head", message)
-            self.cut()
-            return
+        if (self._messages or not is_body) and not self._count_head(num_before):
+            if not (self._messages or self._is_held):
+                message = f"{self.peer} is cut off after {self.num_head_bytes} bytes of a head"
+                complaints.warning("head", message)
+                self.cut()
+                return
+            self.hold()
         if self._is_held:
             self._client.pause_reading()
             return
-        is_large = self._reads_body or len(self._beginning) > _BEGINNING_BYTES
+        is_large = is_body or len(self._beginning) > _BEGINNING_BYTES
         if not (is_large or _is_whole(self._beginning)):
             self._all.begun.look_later(self)
             return
         self._all.serve(self)
-        if self._reads_body:
+        if is_body:
             self.take_up()
         else:
             self._all.ready.take_up(self)
@@ -380,18 +384,20 @@ class Connection(web.RequestHandler):
         if data:
             super().data_received(data)
 
-    def begin(self, request: web.BaseRequest) -> None:
+    def _handle_request(self, request: web.BaseRequest, *args: Any, **kwargs: Any) -> Any:
+        """Begin it, in the step that takes it out of `_messages`."""
         if self._first is not None:
             self._first.cancel()
             self._first = None
         self._all.give_head_back(self)
-        self._reads_body = request.body_exists
+        self._body = request.content
         if self.is_open:
+            self.take_up()
             self._all.wait(self)
+        return super()._handle_request(request, *args, **kwargs)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        self._reads_body = False
         if self.is_open:
             self._all.serve(self)
         try:
@@ -501,11 +507,6 @@ class Handshake(asyncio.Protocol):
 def serving(request: web.Request) -> AbstractContextManager[None]:
     one = request.protocol
     return one.serving() if isinstance(one, Connection) else nullcontext()
-
-
-def begin(request: web.BaseRequest) -> None:
-    if isinstance(request.protocol, Connection):
-        request.protocol.begin(request)
 
 
 def cut(request: web.BaseRequest) -> None:
