@@ -191,8 +191,9 @@ def by_a_file(folder: Path) -> Iterator[FileVictim]:
 
 @contextmanager
 def in_order(folder: Path) -> Iterator[ProxyVictim]:
-    """A proxy that sends short prompts first, and knows by long ones how fast its engine is."""
-    with proxy(folder, "--prompt-order", "shortest", prefill="computing") as victim:
+    """A proxy that sends short prompts first, and knows how fast its engine without a cache is."""
+    order = ("--prompt-order", "shortest", "--no-affinity")
+    with proxy(folder, *order, prefill="computing") as victim:
         for _ in range(20):
             victim.ask("POST", "/v1/completions", b'{"prompt": "%s"}' % (b"x" * PROMPT_BYTES))
         yield victim
