@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -147,48 +148,50 @@ async def test_a_request_may_come_in_pieces(kit: Any, size: int, cuts: tuple[int
 
 @pytest.mark.parametrize(
     ("size", "shape"),
-    crossed([2 * MIB, 10 * MIB], ["one", "chunked", "three", "many heads"]),
+    crossed([2 * MIB, 10 * MIB], ["one", "chunked", "three", "many heads", "TLS"]),
 )
 async def test_bodies_may_come_before_their_requests_begin(
     kit: Any, monkeypatch: pytest.MonkeyPatch, size: int, shape: str
 ) -> None:
-    """All at once: uvloop reads again and again in one step, until it is paused. "many heads": the
-    connection may have as little as where there are too many."""
+    """All at once: uvloop reads again and again in one step, until it is paused. "many heads": as
+    where too many are in memory. "TLS": before the end of its handshake is noted."""
     content = json.dumps({"prompt": "x" * size}).encode()
     request = head(len(content)) + content
     if shape == "chunked":
         begin = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
         request = begin + b"%x\r\n" % len(content) + content + b"\r\n0\r\n\r\n"
-    num_requests = 1 if shape in ("one", "chunked") else 3
+    num_requests = 3 if shape in ("three", "many heads") else 1
     data = request * (num_requests - 1) + request.replace(b": x", b": x\r\nConnection: close", 1)
     monkeypatch.setattr(connections, "MAX_HEADS_BYTES", 0 if shape == "many heads" else 1 << 24)
-    take_in, num_come, in_one_step = connections.Connection.data_received, 0, list[int]()
+    of, num_come, in_one_step = connections.Connection, 0, list[int]()
+    make, take_in = of.connection_made, of.data_received
 
     def gather(one: Any, piece: bytes) -> None:
         nonlocal num_come
         num_come += len(piece)
-        if not piece:
-            take_in(one, piece)
-        elif num_come == len(data):
-            num_come = 0
+        if num_come == len(data):
+            num_come, one.data_received = 0, partial(take_in, one)
             in_one_step.append(go_on(one, 0))
+            if shape == "TLS":
+                make(one, one._client)
 
     def go_on(one: Any, start: int) -> int:
         while start < len(data) and one._client.is_reading():
-            take_in(one, data[start : start + 256_000])
+            one.data_received(data[start : start + 256_000])
             start += 256_000
         if start < len(data):
             asyncio.get_running_loop().call_soon(go_on, one, start)
         return start
 
-    monkeypatch.setattr(connections.Connection, "data_received", gather)
+    monkeypatch.setattr(of, "connection_made", of.enter if shape == "TLS" else make)
+    monkeypatch.setattr(of, "data_received", gather)
     async with kit.cluster() as cluster:
         for _ in range(3):
             told = await (await Stranger.of(cluster, data)).rest()
             assert told.count(b"HTTP/1.1 200 OK") == num_requests
         prompts = [json.loads(call.raw)["prompt"] for call in cluster.decode[0].calls]
         assert set(map(len, prompts)) == {size}
-    assert max(in_one_step) <= 3 * 256_000
+    assert max(in_one_step) <= {"many heads": 2, "TLS": 1}.get(shape, 3) * 256_000
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,7 @@ class Connections:
                 milliseconds = max(int(self._client_seconds * 1000), 1)
                 bound.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
 
-    def make(
-        self, manager: web.Server, tls: ssl.SSLContext | None = None
-    ) -> "Connection | Handshake":
+    def make(self, manager: web.Server, tls: ssl.SSLContext | None) -> "Connection | Handshake":
         one = Connection(manager, self, asyncio.get_running_loop())
         return one if tls is None else Handshake(one, tls, self.ready)
 
@@ -299,6 +297,8 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: Any) -> None:
         if not self.peer:
             self.enter(transport)
+        else:
+            self._client.resume_reading()
         self._client = transport
         if not self.is_open:
             transport.write(_REFUSAL)
@@ -331,7 +331,11 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not (self.is_open and self._is_made):  # refused, or behind the end of a handshake
+        if self.is_open and not self._is_made:  # behind the end of a handshake
+            self._beginning += data
+            self._client.pause_reading()
+            return
+        if not self.is_open:  # refused
             self._beginning = (self._beginning + data)[:_BEGINNING_BYTES]
             if self._is_made and _is_whole(self._beginning):
                 self._client.close()
@@ -475,13 +479,9 @@ class Handshake(asyncio.Protocol):
 
     async def _shake_hands(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        began = asyncio.create_task(
-            loop.start_tls(
-                *(transport, self.one, self._tls),
-                server_side=True,
-                ssl_handshake_timeout=_TLS_SECONDS,
-            )
-        )
+        ends = transport, self.one, self._tls
+        tls = loop.start_tls(*ends, server_side=True, ssl_handshake_timeout=_TLS_SECONDS)
+        began = asyncio.create_task(tls)
         await asyncio.sleep(0)
         loop.call_soon(self._pass_on)  # behind what TLS begins with, and before it reads
         try:
