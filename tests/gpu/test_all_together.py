@@ -78,7 +78,6 @@ MINIMAX = Kind(
         "use_routing_bias": True,
         "use_qk_norm": True,
     },
-    on_cpus=False,
 )
 
 pytestmark = [needs_gpus(2), pytest.mark.timeout(900)]
