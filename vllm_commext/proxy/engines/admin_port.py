@@ -24,7 +24,7 @@ class AdminApp:
 
     def __init__(self, registry: Registry, token: str, page: Handler, state: Handler) -> None:
         self._registry, self._page, self._state = registry, page, state
-        self._keys = Keys("admin token", [token], ("/",))
+        self._keys = Keys("admin token", [token.encode()], ("/",))
         self._places: frozenset[EngineEndpoint] = frozenset()
         self._drained: frozenset[str] = frozenset()
 

@@ -93,7 +93,7 @@ class Keys:
     """One of *keys* is asked for, but for open paths and methods. kind: what they are, in words."""
 
     kind: str
-    keys: Sequence[str]
+    keys: Sequence[bytes]
     open_paths: Collection[str]
     open_methods: Collection[str] = ()
 
@@ -103,7 +103,7 @@ class Keys:
     ) -> web.StreamResponse:
         """Compare with every key, in a time that does not depend on them."""
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        matches = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in self.keys]
+        matches = [hmac.compare_digest(given, b"Bearer " + key) for key in self.keys]
         is_open = request.path in self.open_paths or request.method in self.open_methods
         if not (is_open or any(matches)):
             complaints.warning("unauthorized", f"no valid {self.kind} from {request.remote}")
@@ -117,7 +117,7 @@ def client_keys(path: str) -> Keys:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected a file of API keys, got {error}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = [line.encode() for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path}: expected at least one API key, one a line, got none")
     # Browsers send no key with what they ask before a request.
