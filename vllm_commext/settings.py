@@ -46,18 +46,18 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *(STRICT, "strict", SWITCH, "0"),
-        "`1` turns a refused or unverified capability, a bad value or an unknown "
-        "`VLLM_COMMEXT*` name into an error that stops vLLM.",
+        "`1` turns a capability that is refused or unverified at the start, a bad value or an "
+        "unknown `VLLM_COMMEXT*` name into an error that stops vLLM.",
     ),
     Toggle(
         *(UNTESTED, "untested", ("self", "same", "off"), "self"),
         "What runs on an untested vLLM. `same`: parts whose vLLM functions read as in a tested "
-        "one. `self`: also those that pass their own test at the start. `off`: none.",
+        "one. `self`: also those that pass their own test. `off`: none.",
     ),
     Toggle(
         *("VLLM_COMMEXT_NIXL", "nixl", AUTO, "auto"),
-        "The KV connector `CommextNixlConnector`. `auto` registers it where NIXL is "
-        "installed, `1` logs an error where it cannot run, `0` leaves it out.",
+        "The KV connector `CommextNixlConnector`. Without NIXL `auto` logs a warning, `1` an "
+        "error.",
     ),
     Toggle(
         *(ALIAS, "nixl_alias", SWITCH, "0"),
@@ -67,21 +67,19 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *("VLLM_COMMEXT_SHM_QUEUE", "shm_queue", AUTO, "auto"),
         "The message queue between the engine and its workers on one host. `auto` replaces "
-        "vLLM's on a CPU vLLM, x86-64 or AArch64; `1` replaces it on GPUs, too, and logs an "
-        "error where it cannot run; `0` keeps vLLM's. A queue with readers on other hosts is "
-        "always vLLM's. Set it alike on all hosts.",
+        "vLLM's on a CPU vLLM, x86-64 or AArch64; `1` replaces it on GPUs, too. A queue with "
+        "readers on other hosts is always vLLM's. Set it alike on all hosts.",
     ),
     Toggle(
         *("VLLM_COMMEXT_CPU_COLLECTIVES", "cpu_collectives", AUTO, "auto"),
         "All-reduce and all-gather of the tensor-parallel CPU workers of one host. `auto` and "
         "`1` use shared memory in place of Gloo where it is faster, `auto` on x86-64 and AArch64 "
-        "alone; `1` logs an error where it cannot run; `0` keeps vLLM's.",
+        "alone.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS", "reduce_rms", AUTO, "0"),
         "The op for MiniMax-M2's QK RMSNorm, whose rows tensor parallelism has sharded. `auto` "
-        "serves with CUDA graphs on GPUs on which it was measured faster than vLLM's. `1` serves "
-        "wherever it can, else logs why. `0` keeps vLLM's.",
+        "serves where it was measured faster than vLLM's: bfloat16, CUDA graphs, 2 or 4 H200.",
     ),
     Toggle(
         *("VLLM_COMMEXT_REDUCE_RMS_TIMEOUT", "reduce_rms_timeout"),
@@ -91,9 +89,10 @@ TOGGLES: tuple[Toggle, ...] = (
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE", "allreduce", AUTO, "auto"),
         "The all-reduce of tensor parallelism, alone and with residual and norm. `auto` uses "
-        "this package's kernels, with CUDA graphs on one host without NVLink multicast, for "
-        "messages for which a table ranks them first. `1` sends each message to the backend that "
-        "was measured fastest, or logs why not. `0` keeps vLLM's.",
+        "this package's kernels, with CUDA graphs on one host without NVLink multicast, where a "
+        "table of `vllm-commext tune`, or the built-in one of two H100, ranks them first "
+        "([conditions](allreduce.md#taking-part-by-itself)). `1` sends each message to the backend "
+        "that was measured fastest, or logs why not.",
     ),
     Toggle(
         *(_BACKEND, "allreduce_backend"),
@@ -103,8 +102,8 @@ TOGGLES: tuple[Toggle, ...] = (
     ),
     Toggle(
         *("VLLM_COMMEXT_ALLREDUCE_TUNE", "allreduce_tune", ("cached", "0"), "cached"),
-        "`cached` uses the results of `vllm-commext tune allreduce`, else the built-in table; "
-        "`0` only the built-in table.",
+        "`cached` uses the results of `vllm-commext tune allreduce`, else a built-in table; "
+        "`0` only a built-in table.",
     ),
     Toggle(
         *("VLLM_COMMEXT_BUILD_NATIVE", "build_native", AUTO, "auto"),
