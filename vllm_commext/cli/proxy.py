@@ -83,13 +83,13 @@ GONE = {
 
 
 _LEFT_OFF = {
-    "affinity": "balance by load alone, without regard to prefix caches",
+    "affinity": "choose engines without regard to prefix caches",
     "resume": "end a begun stream with an error if its decode engine is lost",
     "move": "let streams finish at a decode engine that drains",
 }
 _TURNED_ON = {
     "reuse-port": "share the port with other proxies that set this (SO_REUSEPORT)",
-    "access-log": "log requests, a line each as they end",
+    "access-log": "log requests at level info, a line each as they end",
     "client-priority": "let clients set vLLM's priority; else it is removed from requests",
 }
 _CHOSEN = {
@@ -105,8 +105,8 @@ _CHOSEN = {
     ),
     "prompt_order": (
         ORDERS,
-        "order in which prompts go to a busy engine: short ones first, with --ttft-ms only if some "
-        "would be late, or as they arrive; auto: shortest with adaptive placement and --ttft-ms",
+        "prompts at a busy engine: shortest first (with --ttft-ms only if some would be late), or "
+        "by arrival; auto: shortest with adaptive placement and --ttft-ms, else arrival",
     ),
 }
 

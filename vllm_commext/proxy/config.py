@@ -45,7 +45,7 @@ class ProxyConfig:
     port: int = 8000
     prefill_timeout_seconds: float = _option(300.0, "timeout for one prefill at an engine")
     decode_timeout_seconds: float = _option(
-        600.0, "timeout for the first event of a stream; six times as long for other answers"
+        600.0, "timeout for a stream to begin; six times as long for other answers"
     )
     decode_idle_timeout_seconds: float = 120.0  # between two pieces of a stream
     client_timeout_seconds: float = _option(
@@ -68,9 +68,7 @@ class ProxyConfig:
     min_prompt_tokens: int = _option(
         0, "a decode engine alone computes prompts with fewer tokens (estimated)"
     )
-    ttft_ms: int = _option(
-        0, "limit to the first token that placement aims at, milliseconds; 0: none"
-    )
+    ttft_ms: int = _option(0, "limit on the first token, milliseconds, beside --tpot-ms; 0: none")
     tpot_ms: int = _option(
         0, "limit on an answer's mean time per later token, milliseconds; 0: none"
     )
