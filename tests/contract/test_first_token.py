@@ -306,6 +306,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(make_core: MakeCore) ->
     (load,) = decode.worker.loads
     assert "expected remote_first_token below" in load.refusal
     assert load.remote is None
+    assert decode.ways == {FirstToken.NOT_OFFERED: 1}
 
 
 # An answer that a decode engine has begun.

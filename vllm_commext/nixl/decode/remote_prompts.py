@@ -122,8 +122,7 @@ class RemotePrompts:
             state.answer = error
             if is_awaited and isinstance(error, OtherPromptError):
                 self.tokens.refuse(state, FirstToken.DIFFERS)
-            if is_awaited:
-                state.move(TokenPhase.COMPUTED)
+            self.tokens.give_up(state)
             return
         state.answer, state.arrived = found, time.monotonic()
         state.is_void = not self._trust.admits(found.computed_at)
