@@ -1,6 +1,8 @@
 """Engines that fail, say nothing or are not well: who is asked again, and who is told what."""
 
 import asyncio
+import json
+import re
 from typing import Any
 
 import pytest
@@ -202,6 +204,37 @@ async def test_an_answer_in_one_piece_may_take_six_times_as_long(kit: Any) -> No
         assert (await cluster.ask(BODY)).status == 200
         cluster.decode[0].behave = kit.hanging
         assert "within 1.5 s" in await kit.expect_error(cluster, 504, "timeout", "decode")
+
+
+async def test_a_response_begins_with_its_first_text_and_until_then_may_begin_elsewhere(
+    kit: Any,
+) -> None:
+    """vLLM says that it has accepted one before it computes."""
+    told = {"response": {"id": "resp_1", "output": [], "instructions": "w" * 70_000}}
+    accepted = [
+        b"event: response.%b\ndata: %b\n\n" % (name, json.dumps(told).encode())
+        for name in (b"created", b"in_progress")
+    ]
+    delta = b'event: response.output_text.delta\ndata: {"delta": "a"}\n\n'
+
+    async def slow(call: Any) -> None:
+        await call.begin_stream()
+        for piece in accepted:
+            await call.chunk(piece)
+        await asyncio.sleep(0.3)
+        await call.chunk(delta)
+        await call.end_stream()
+
+    async with kit.cluster(num_decode=2) as cluster:
+        lost, other = cluster.decode
+        lost.behave, other.behave = kit.streaming(*accepted), slow
+        body = {"input": "hello", "stream": True}
+        async with cluster.post(body, "/v1/responses") as response:
+            assert await response.read() == b"".join((*accepted, delta))
+        assert [len(engine.calls) for engine in cluster.decode] == [1, 1]
+        seconds = re.search(r"first_token_seconds_sum.* (\S+)", await cluster.metrics())
+        assert seconds is not None
+        assert float(seconds[1]) > 0.3
 
 
 @pytest.mark.parametrize("kinds", [{"num_decode": 2}, {"num_prefill": 0, "num_decode": 0}])

@@ -26,6 +26,8 @@ _CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)
 _CUT = re.compile(rb'"(?:c[a-z_]{0,19}(?:"(?::\s*(?:\d*|nu?l?))?)?)?\Z')
 _CUT_BYTES = 64
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
+_ACCEPTED = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: .*\n\n)+")
+"""What vLLM says of a response before it computes."""
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
@@ -169,9 +171,9 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def says_nothing(events: bytes) -> bool:
-    """True for a chat's role, usage, an event that holds nothing, or the end mark alone, as vLLM
-    0.32 ends a completion that is aborted before its first token."""
-    return all(map(_holds_nothing, _contents(events)))
+    """True for a chat's role, a response that is accepted, usage, an event that holds nothing, or
+    the end mark alone, as vLLM 0.32 ends a completion that is aborted before its first token."""
+    return bool(_ACCEPTED.fullmatch(events)) or all(map(_holds_nothing, _contents(events)))
 
 
 def _holds_nothing(content: dict[str, Any] | None) -> bool:

@@ -32,7 +32,7 @@ _CORS = ("access-control-", "vary")
 _DEAD = (b"EngineDeadError", b"EngineCore encountered an issue")
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 EVENTS = "text/event-stream"
-MAX_OPENING_BYTES = 64 << 10
+MAX_OPENING_BYTES = 256 << 10
 MAX_WHOLE_BYTES = 1 << 20
 """Of an answer in one piece that is read before the client gets any: it can be repeated."""
 OnLost = set[Callable[[], None]]
