@@ -21,6 +21,8 @@ VARIABLE = "COMMEXT_DRAIN_FILE"
 """Not called ``VLLM_...``: vLLM hands such variables on to other hosts, which have other files."""
 HEADER = "X-Commext-Draining"
 """In an answer that refuses work for this reason alone: nothing of it was begun."""
+RELEASE = "x-commext-release"
+"""In a request that frees prefills: no work, it ends some."""
 LOOK_SECONDS = 0.1
 MIDDLEWARE = "vllm_commext.drain.Gate"
 """What vLLM's option ``--middleware`` takes."""
@@ -55,8 +57,8 @@ def drain_file(environ: Mapping[str, str] = os.environ) -> DrainFile | None:
 class Gate:
     """ASGI middleware in front of an engine's HTTP server.
 
-    While the engine drains, it answers ``/health`` and every POST with 503 and ``HEADER``, and
-    accepts no WebSocket; what is under way goes on, and so do metrics and all else that only reads.
+    While the engine drains, it answers ``/health`` and every POST without ``RELEASE`` with 503 and
+    ``HEADER``, and accepts no WebSocket; what is under way goes on, and so does what only reads.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -72,6 +74,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
+        is_work &= RELEASE.encode() not in dict(scope.get("headers", ()))
         is_health = scope.get("path") == "/health"
         if (is_work or is_health) and self._file.is_there():
             await self._refuse(scope, receive, send)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_commext.cli import main
-from vllm_commext.drain import HEADER, LOOK_SECONDS, VARIABLE, DrainFile, Gate, drain_file
+from vllm_commext.drain import HEADER, LOOK_SECONDS, RELEASE, VARIABLE, DrainFile, Gate, drain_file
 from vllm_commext.errors import ConfigError
 
 METRICS = """# HELP vllm:num_requests_running Requests.
@@ -27,7 +27,7 @@ vllm:commext_nixl_held_requests{{engine="0"}} {held}
 
 class Connection:
     def __init__(self, method: str, path: str, kind: str = "http", pieces: int = 2) -> None:
-        self.scope = {"type": kind, "method": method, "path": path}
+        self.scope: dict[str, Any] = {"type": kind, "method": method, "path": path}
         self.told: list[Any] = []
         self._rest = pieces
 
@@ -80,6 +80,13 @@ def test_while_the_file_is_there_work_is_refused(
         assert json.loads(body["body"])["error"]["type"] == "draining"
     file.unlink()
     assert Connection(method, path, kind).answer(gate) == ["served"]
+
+
+def test_what_frees_prefills_passes(file: Path) -> None:
+    file.touch()
+    release = Connection("POST", "/v1/completions")
+    release.scope["headers"] = [(b"content-type", b"application/json"), (RELEASE.encode(), b"1")]
+    assert release.answer(Gate(app)) == ["served"]
 
 
 def test_a_websocket_is_not_accepted_then(file: Path) -> None:

@@ -33,10 +33,6 @@ def _check(rows: torch.Tensor, columns: int, weights: Parts) -> None:
             raise ConfigError(f"expected weights [size], got shape {tuple(weight.shape)}")
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -102,7 +98,7 @@ def _prepare(workspace: LamportWorkspace, shape: Shape) -> None:
 
 def _launch(workspace: LamportWorkspace, parts: Parts, weights: Parts, eps: float) -> Parts:
     workspace.raise_if_failed()
-    parts = tuple(_dense(part) for part in parts)
+    parts = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in parts)
     weights = tuple(weight.contiguous() for weight in weights)
     outs = tuple(
         torch.empty((part.shape[0], part.shape[1]), dtype=part.dtype, device=part.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_commext.drain import RELEASE
 from vllm_commext.proxy.engines.engine import Capabilities
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
@@ -57,6 +58,7 @@ async def test_what_a_decode_engine_refuses_or_fails_is_released(
             "/v1/completions", 1, "tiny",
         )  # fmt: skip
         assert told.headers["authorization"] == "Bearer key"
+        assert told.headers[RELEASE] == "1"
         num = len(asked(cluster.prefill[0]))
         await kit.until(lambda: num_sent(cluster) == num, "the count")
 

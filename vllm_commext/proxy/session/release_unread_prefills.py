@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from vllm_commext.drain import RELEASE
 from vllm_commext.proxy.engines.engine import Engine
 
 logger = logging.getLogger("vllm.commext.proxy")
@@ -71,7 +72,7 @@ class Releases:
         del self._waiting[target]
 
     async def _send(self, target: Key, headers: dict[str, str], keys: list[str]) -> None:
-        headers["Content-Type"] = "application/json"
+        headers |= {"Content-Type": "application/json", RELEASE: "1"}
         if target.authorization is not None:
             headers["Authorization"] = target.authorization
         params = {"release": keys}
