@@ -219,6 +219,16 @@ def test_the_command_gives_up_in_time(
     assert engine.file.exists()
 
 
+def test_an_engine_without_metrics_counts_as_one_that_has_not_drained(
+    engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "METRICS", "process_cpu_seconds_total 3.0\n")
+    assert drain(engine, "--wait", "1", "--quiet", "0.1") == 1
+    said = capsys.readouterr().out
+    assert "0 requests in its server, nan in its engine or held, as its metrics do not say" in said
+    assert "has not drained within 1 s" in said
+
+
 def test_the_command_says_what_an_engine_lacks(
     engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

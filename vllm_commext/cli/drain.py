@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import math
 import os
 import re
 import time
@@ -24,6 +25,7 @@ POLL_SECONDS = 0.2
 # What an engine has to do, as it tells it on its page of metrics.
 UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 HELD = "vllm:commext_nixl_held_requests"
+UNSEEN = "in its engine or held, as its metrics do not say: does it run with --disable-log-stats?"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 
@@ -39,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000", help="the engine; default: %(default)s")
     for flag, default, told in (
         ("--wait", 300.0, "for its requests, and for the blocks that it holds for decode engines"),
-        (
-            *("--quiet", 3.0),
-            "that it must have had nothing to do: longer than a router takes to notice that "
-            "/health is 503",
-        ),
+        ("--quiet", 3.0, "that it must be idle: longer than routers take to see 503 of /health"),
     ):
         told = f"{told}; default: %(default)g"
         add(flag, type=float, default=default, metavar="SECONDS", help=told)
@@ -52,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: it has nothing left to do, or takes work again; 1: it still has after ``--wait``."""
+    """0: it has nothing left to do, or takes work again; 1: it may still have after ``--wait``."""
     if not args.file:
         raise ConfigError(
             f"expected --file FILE, or {VARIABLE} as the engine has it; see its start command"
@@ -106,8 +104,10 @@ def work_left(url: str) -> dict[str, float] | None:
             return None
         page = _SAMPLE.findall(_get(f"{url}/metrics")[1])
         samples = [(name, float(value)) for name, value in page]
-        return {
-            "requests in its server": float(json.loads(health)["in_flight"]),
+        in_server = {"requests in its server": float(json.loads(health)["in_flight"])}
+        if not any(name in UNFINISHED for name, _ in samples):
+            return in_server | {UNSEEN: math.nan}
+        return in_server | {
             "in its engine": sum(value for name, value in samples if name in UNFINISHED),
             "held for decode engines": sum(value for name, value in samples if name == HELD),
         }
