@@ -264,7 +264,7 @@ def recorded() -> dict[str, Any]:
     for _ in range(2):
         recorder.observe(transfer_seconds=0.5, post_seconds=0.02)
         recorder.count(bytes=1000, descriptors=6)
-    recorder.observe(queue_seconds=0.03, lease_age_seconds=1.5)
+    recorder.observe(queue_seconds=0.03, lease_age_seconds=61.0)
     recorder.count(retries=1, blocks=6, expired_requests=1, side_channel_rejects=7)
     recorder.count(unmatched_notifications=5)
     recorder.count_reason("failures", "timeout")
@@ -322,11 +322,12 @@ def test_metrics_reach_prometheus() -> None:
         "expired_requests_total": 2,
         "unmatched_notifications_total": 10,
         "queue_seconds_count": 2,
-        "lease_age_seconds_sum": 3.0,
+        "lease_age_seconds_sum": 122.0,
         "retries_total": 2,
         "side_channel_rejects_total": 14,
     }
     assert {name: value(name) for name in expected} == expected
+    assert [value("lease_age_seconds_bucket", le=le) for le in ("30.0", "90.0")] == [0, 2]
     assert value("failures_total", reason="timeout") == 2
     assert value("bytes_total", engine="0") == 0
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SECONDS_BUCKETS = [
-    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0),
+    *(90.0, 300.0, 900.0),  # leases may last so long
 ]
 
 _SHOWN: dict[str, Iterable[str]] = {
