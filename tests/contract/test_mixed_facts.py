@@ -89,7 +89,9 @@ def test_engines_compare_the_files_of_their_weights(tmp_path: Path) -> None:
     first = found(one)
     assert len(first) == 32
     assert first == found(same) == found("a/b") == found(one, "safetensors") != found(other)
-    assert {found(one, "dummy"), found(one, weights="s3://a"), found("not/there")} == {""}
+    assert {found(one, "dummy"), found("not/there")} == {""}
+    streamed = [found(one, "runai_streamer", url) for url in ("s3://a/1", "s3://a/1", "s3://a/2")]
+    assert streamed[0] == streamed[1] != streamed[2]
     shutil.copytree(other, one, dirs_exist_ok=True)
     assert found(one) == found(other)
 

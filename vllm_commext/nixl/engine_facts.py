@@ -264,10 +264,11 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
 
 
 def weight_files(vllm_config: VllmConfig) -> str:
-    """A digest of the files that the engine's weights come from, "" where they come from none."""
+    """A digest of the files that the engine's weights come from, their URL, or "" for neither."""
     load, model = vllm_config.load_config, getattr(vllm_config, "model_config", None)
-    if model is None or load.load_format in _NOT_THE_FILES or getattr(model, "model_weights", ""):
-        return ""
+    url = getattr(model, "model_weights", "")
+    if url or model is None or load.load_format in _NOT_THE_FILES:
+        return url
     return _digest_of_files(model.model, model.revision, load.download_dir)
 
 
