@@ -129,3 +129,16 @@ def test_the_length_that_an_engine_serves_decides_how_long_rope_turns_keys(
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
     found = engine_facts(config, cache)
     assert (found["long_rope"], len(found["weight_files"])) == (str(is_long), 32)
+
+
+def test_quantization_of_a_checkpoint_without_it_is_compared(tmp_path: Path) -> None:
+    """That of a quantized one is in its configuration; kernels may give it another name."""
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
+    made = ModelConfig(str(write_tiny_model(tmp_path / "llama")), skip_tokenizer_init=True)
+    config, found = VllmConfig(model_config=made), list[str]()
+    for own in (None, {"quant_method": "fp8"}):
+        for name in (None, "fp8"):
+            made.model_arch_config.quantization_config, made.quantization = own, name
+            found.append(engine_facts(config, cache)["online_quantization"])
+    assert found == ["None", "fp8", "None", "None"]

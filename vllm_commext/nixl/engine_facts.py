@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from vllm_commext.compat import fits, kv_connector
-from vllm_commext.compat.fits import cache_meaning
 from vllm_commext.compat.kv_connector import (
     attention_backends,
     config_file_of,
@@ -246,12 +245,13 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
     cache = vllm_config.cache_config
     facts = {
         "vllm_version": ".".join(vllm.__version__.split(".")[:2]),
-        "cache_meaning": cache_meaning(vllm.__version__),
+        "cache_meaning": fits.cache_meaning(vllm.__version__),
         "model": model.model,
         "revision": model.revision,
         "model_config_digest": _config_digest(model),
         "weight_files": weight_files(vllm_config) or "(none)",
         "dtype": model.dtype,
+        "online_quantization": None if model.is_quantized else model.quantization,
         "cache_dtype": cache.cache_dtype,
         "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
