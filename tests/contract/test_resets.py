@@ -210,11 +210,14 @@ def test_parameters_from_after_new_weights_are_used(
 
 
 @each_reset
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("takes_token", [True, False])
 def test_blocks_whose_load_is_under_way_at_new_weights_are_not_used(
-    make_core: MakeCore, reset: Callable[[Core], None]
+    make_core: MakeCore, reset: Callable[[Core], None], fails: bool, takes_token: bool
 ) -> None:
-    core = make_core("kv_consumer")
-    core.worker.holds_loads = True
+    """Nor does a failure of that load end the request."""
+    core = make_core("kv_consumer", first_token_from_prefill=takes_token)
+    core.worker.holds_loads, core.worker.fails = True, lambda _: fails
     core.add(request_of("d", PROMPT, prefilled(make_core("kv_producer"), PROMPT), max_tokens=2))
     turn_until(core, lambda: bool(core.worker.loads))
     reset(core)

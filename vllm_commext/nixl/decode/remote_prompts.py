@@ -211,9 +211,8 @@ class RemotePrompts:
             self._describe(state, load)
             if not self._reuse.has_steps:  # nothing sends a first token before the engine's steps
                 self.tokens.refuse(state, FirstToken.ENGINE)
-        is_token_awaited = state.token_phase is TokenPhase.AWAITED
-        load.recomputes = is_token_awaited or state.must_compute
-        if not is_token_awaited:
+        load.recomputes = self._reuse.has_steps
+        if state.token_phase is not TokenPhase.AWAITED:
             state.answer = None  # as long as the prompt
         if load.awaited:
             self._begin(state, load, blocks, num_external_tokens)
