@@ -108,10 +108,6 @@ class Child:
         self._shared |= {name for pid in pids for name in _shared_memory(pid)}
         return pids
 
-    def has_left(self) -> bool:
-        """True where processes of its session are still here."""
-        return bool(_session(self._process.pid))
-
 
 def _session(leader: int) -> list[int]:
     """Processes of a session that have not ended."""

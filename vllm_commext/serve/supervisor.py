@@ -19,6 +19,8 @@ CHECK_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
 SILENT_SECONDS = 45.0
 """Without an answer from a process that has been ready: it hangs, and is started again."""
+START_SECONDS, START_TIMES = 300.0, 3.0
+"""A later start that takes longer, and as many times as long as the last one, hangs too."""
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Before a process is started again; after the last of them it is given up."""
 STEADY_SECONDS = 600.0
@@ -41,7 +43,7 @@ class Member:
         self.has_been_ready = False
         self.is_given_up = False
         self._num_ends = 0
-        self._answered = self._ready_at = self._next_start = 0.0
+        self._answered = self._ready_at = self._next_start = self._start_seconds = 0.0
 
     def step(self, answers: bool | None) -> None:
         """Look after it; *answers*: of its last check, None where there was none since. Raises
@@ -56,10 +58,11 @@ class Member:
             return
         if not self.is_ready and self.child.look():
             self._tell(STAGES[self.child.stage][0])
+        most = SILENT_SECONDS if self.is_ready else self._start_seconds
         if answers:
             self._note_answer(now)
-        elif self.is_ready and now - self._answered > SILENT_SECONDS:
-            self._tell(f"has not answered for {SILENT_SECONDS:g} s: killing it")
+        elif self.has_been_ready and now - self._answered > most:
+            self._tell(f"has not answered for {most:.0f} s: killing it")
             self.child.kill()
 
     def _note_answer(self, now: float) -> None:
@@ -67,6 +70,7 @@ class Member:
         self._answered = now
         if not self.is_ready:
             self.is_ready, self.has_been_ready, self._ready_at = True, True, now
+            self._start_seconds = max(START_SECONDS, START_TIMES * self.child.seconds)
             self.child.note_shared()
             self._tell("is ready")
         elif now - self._ready_at > STEADY_SECONDS:
@@ -177,7 +181,7 @@ class Supervisor:
         for child in children:
             child.signal(signal.SIGTERM)
         end = time.monotonic() + seconds
-        while any(child.has_left() for child in children):
+        while any(child.note_shared() for child in children):
             if time.monotonic() > end or self._asked_to_end > 1:
                 break
             await asyncio.sleep(LOOK_SECONDS)

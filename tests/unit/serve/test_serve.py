@@ -248,6 +248,31 @@ def test_a_slow_start_is_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert member.is_given_up
 
 
+def test_a_later_start_that_hangs_is_ended_and_a_first_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    command = plan.Command("one", ["sleep", "60"], "")
+    member = supervisor.Member(command, tmp_path / "log", said.append)
+    for starts in range(2):
+        member.step(None)
+        clock[0] += 1000.0 + 1999.0 * starts
+        member.step(False)
+        assert "killing" not in "".join(said)
+        if starts == 0:
+            member.step(True)
+            assert member.child is not None
+            member.child.kill()
+            member.step(None)
+            clock[0] += max(supervisor.PAUSES)
+    clock[0] += 2.0
+    member.step(False)
+    assert "has not answered for 3000 s: killing it" in said[-1]
+    member.step(None)
+    assert "restarting" in said[-1]
+
+
 def test_stages_come_in_order() -> None:
     lines = [
         "INFO [api_utils.py:273] non-default args: {}",
