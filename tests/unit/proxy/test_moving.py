@@ -235,7 +235,8 @@ def test_an_engine_says_whether_it_caches_prefixes(kit: Any, caches: str) -> Non
     page = kit.engine(kit.decode_ok).page
     setting = f'enable_prefix_caching="{caches}"'
     page += f'vllm:cache_config_info{{block_size="16",{setting},engine="0"}} 1.0\n'
-    assert read_capabilities(page).caches == (caches == "True")
+    found = read_capabilities(page)
+    assert (found.caches, found.forgets) == (caches == "True", caches == "False")
 
 
 class Prefills:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kit.request_bodies import arrived
 from vllm_commext.proxy.engines.affinity import BLOCK_BYTES, MAX_BLOCKS, MIN_WEIGHT, Memory, Prefix
 from vllm_commext.proxy.engines.choice import least_work
-from vllm_commext.proxy.engines.engine import EnginePool
+from vllm_commext.proxy.engines.engine import DECODE, Capabilities, Engine, EnginePool
 from vllm_commext.proxy.http.endpoint_prompts import CHAT, COMPLETIONS, prompt_tokens
 from vllm_commext.proxy.http.json_members import num_tokens
 from vllm_commext.proxy.session.two_step_bodies import prefix_of
@@ -75,6 +75,14 @@ def test_a_prompt_of_token_ids_is_known_whether_it_came_large_or_small() -> None
     held = remembering(small).held_tokens(prefix(large))
     assert 0.9 * len(ids) < held <= len(ids)
     assert remembering(large).held_tokens(prefix(small)) > 0.9 * len(ids)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_engine_that_caches_no_prefixes_holds_nothing(forgets: bool) -> None:
+    engine, asked = Engine(DECODE, "d", "http://d", Memory(10**6)), prefix({"prompt": "w" * 8000})
+    engine.learn(Capabilities(is_known=True, forgets=forgets))
+    engine.note_answer(asked)
+    assert (engine.memory.held_tokens(asked) == 0) == forgets
 
 
 def test_only_the_beginning_of_a_long_prompt_is_looked_at() -> None:

@@ -51,11 +51,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Read from an engine's metrics page. is_known: it was read. caches: prefixes are cached."""
+    """Read from an engine's metrics page, if is_known. caches: one rank keeps prefixes; forgets: no
+    rank does."""
 
     ranks: tuple[Rank, ...] = ()
     is_known: bool = False
     caches: bool = False
+    forgets: bool = False
 
     @cached_property
     def streams(self) -> bool:
@@ -216,7 +218,8 @@ class Engine:
     def note_answer(self, prefix: Prefix) -> None:
         """It has computed a prompt that begins so."""
         self.state.silent_until = 0.0
-        self.memory.note(prefix)
+        if not self.capabilities.forgets:
+            self.memory.note(prefix)
 
     def learn(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities

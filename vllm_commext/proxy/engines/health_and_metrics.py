@@ -197,9 +197,9 @@ def read_capabilities(page: str) -> Capabilities:
         flags = {name: labels[name] == "1" for name in ("streams", "reuse", "releases")}
         flags["streams"] &= labels["engine"] not in without
         ranks.append(Rank(labels["engine"], channel, **flags))
-    settings = _samples(page, CACHE_METRIC)
-    caches = any(labels.get("enable_prefix_caching") == "True" for labels, _ in settings)
-    return Capabilities(tuple(ranks), is_known=True, caches=caches and len(ranks) == 1)
+    settings = {one.get("enable_prefix_caching") for one, _ in _samples(page, CACHE_METRIC)}
+    caches, forgets = "True" in settings and len(ranks) == 1, settings == {"False"}
+    return Capabilities(tuple(ranks), is_known=True, caches=caches, forgets=forgets)
 
 
 def read_cache(page: str) -> tuple[float, float, float] | None:
