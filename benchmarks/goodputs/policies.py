@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import cast
 
 from goodputs.simulator import Hardware, Request, Turn
 from vllm_commext.limits import Limits
-from vllm_commext.proxy.engines.choice import IDLEST, num_compared
+from vllm_commext.proxy.engines.choice import FOLLOWING, WINDOW, stride
 from vllm_commext.proxy.engines.engine import REQUEST_TOKENS
 from vllm_commext.proxy.policy.engine_load import Answer, EngineLoad, Job, Planned
 from vllm_commext.proxy.policy.placement import Candidate, Planner, Way
@@ -147,9 +146,9 @@ class Adaptive:
 
     def place(self, request: Request, now: float) -> tuple[int, int]:
         arrival, placed = request.arrival, None
-        tokens, is_all = arrival.prompt_tokens, num_compared(len(self.loads)) == len(self.loads)
-        for among in (self._window, self._idlest):
-            window = among(arrival.group)
+        tokens, is_all = arrival.prompt_tokens, len(self.loads) <= WINDOW
+        for _ in (1, 2):
+            window = self._window(arrival.group)
             up = [
                 Candidate(self.loads[idx], min(held, arrival.shared_tokens), idx)
                 for idx in [idx for idx in window if idx not in self._down] or window
@@ -174,18 +173,17 @@ class Adaptive:
         return cast("tuple[int, int]", (placed.prefill.key, placed.decode.key))
 
     def _window(self, group: int) -> list[int]:
-        """The next engines in turn, one of them the one that had the group's prompts last."""
+        """As `Chooser._window`."""
         num, last = len(self.loads), self._last.get(group)
-        size = num_compared(num)
-        self._turn += 1 if num <= size else size
-        window = [(self._turn + idx) % num for idx in range(size)]
+        turned = [(self._turn + idx) % num for idx in range(min(WINDOW + FOLLOWING, num))]
+        self._turn += stride(num)
+        window = turned[:WINDOW]
+        following = [idx for idx in turned[WINDOW:] if idx not in self._down]
+        if following:
+            window[-1] = min(following, key=lambda idx: len(self.loads[idx].answers))
         if last is not None and last not in window:
-            window[-1] = last
+            window[-2] = last
         return window
-
-    def _idlest(self, _: int) -> list[int]:
-        up = [idx for idx in range(len(self.loads)) if idx not in self._down]
-        return nsmallest(IDLEST, up, key=lambda idx: self.loads[idx].prompts.seconds)
 
     def choose(self, now: float, tokens: int, up: Sequence[Candidate]) -> Way | None:
         return self.planner.place(now, tokens, up, up, len(up) == len(self.loads))

@@ -10,7 +10,7 @@ from vllm_commext.limits import Limits
 from vllm_commext.proxy.config import ADAPTIVE
 from vllm_commext.proxy.engines.affinity import Prefix
 from vllm_commext.proxy.engines.choice import WINDOW, Chooser
-from vllm_commext.proxy.engines.engine import BOTH, DECODE, PREFILL, ROLES, EnginePool
+from vllm_commext.proxy.engines.engine import BOTH, DECODE, PREFILL, ROLES, Engine, EnginePool
 from vllm_commext.proxy.policy.answer_lengths import UNKNOWN_LENGTHS, Lengths
 from vllm_commext.proxy.policy.placement import Planner
 
@@ -108,14 +108,18 @@ async def test_engines_without_prompts_take_what_is_late_if_few_answers_pay(
         assert (computes in ("engine9", "engine10", "engine11")) is (num == 0)
 
 
-def test_a_conversation_finds_its_engine_among_more_than_are_compared() -> None:
+def fleet(num: int) -> tuple[Chooser, tuple[Engine, ...]]:
     planner = Planner(Limits(1.0, 1.0))
     pools = {role: EnginePool(role, 1 << 20, planner.new_load) for role in ROLES}
-    for idx in range(3 * WINDOW):
+    for idx in range(num):
         pools[PREFILL].join(engine := pools[DECODE].add(f"http://{idx}", BOTH))
         engine.state.healthy = True
         know(engine.load)
-    chooser, prefix = Chooser(ADAPTIVE, planner, pools), Prefix((), 0.0, b"session", 4000)
+    return Chooser(ADAPTIVE, planner, pools), pools[DECODE].engines
+
+
+def test_a_conversation_finds_its_engine_among_more_than_are_compared() -> None:
+    (chooser, _), prefix = fleet(3 * WINDOW), Prefix((), 0.0, b"session", 4000)
     first = chooser.plan(prefix, 4000, (), True)
     assert first is not None
     assert first.decode is not None
@@ -145,6 +149,35 @@ def test_among_more_prefill_engines_than_are_compared_an_idle_one_and_the_last_o
         idle.memory.note(prefix)
         for _ in range(others):
             assert chooser.plan(Prefix(tokens=10), 10, (), True) is not None
+
+
+@pytest.mark.parametrize("num", [6, 10, 12, 15, 30, 32])
+def test_each_engine_begins_a_window_before_any_does_again(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows that tile a fleet only the same engines would ever be compared."""
+    chooser, engines = fleet(num)
+    looked: list[list[object]] = []
+
+    def place(_: Planner, now: float, tokens: int, sources: Any, targets: Any, all: bool) -> None:
+        looked.append([one.key for one in targets])
+
+    monkeypatch.setattr(Planner, "place", place)
+    for _ in range(num):
+        chooser.plan(Prefix(tokens=10), 10, (), True)
+    assert {first for first, *_ in looked} == {*engines}
+    assert {len({*among}) for among in looked} == {WINDOW}
+
+
+@pytest.mark.parametrize("far", range(WINDOW, WINDOW + 3))
+def test_the_engine_with_the_fewest_answers_of_those_that_follow_is_compared(far: int) -> None:
+    chooser, engines = fleet(3 * WINDOW)
+    for engine in (*engines[:far], *engines[far + 1 :]):
+        for _ in range(40):
+            engine.load.expect(4000, time.monotonic()).begin(time.monotonic())
+    plan = chooser.plan(Prefix(tokens=10), 10, (), True)
+    assert plan is not None
+    assert plan.decode is engines[far]
 
 
 async def test_the_best_of_four_stays_the_best_where_its_first_token_is_late(kit: Any) -> None:

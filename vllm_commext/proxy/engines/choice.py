@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from math import gcd
 from typing import Any, Self, TypeVar
 
 from vllm_commext.limits import Limits
@@ -19,9 +19,9 @@ MAX_LATEST = 1 << 16
 """Of answers that engines keep, and of beginnings of prompts, whose engine is remembered."""
 K = TypeVar("K")
 WINDOW = 5
-"""Most engines compared for a request, others each time: the best of more would get too many."""
-IDLEST = 3
-"""Engines with the least work on prompts, compared if the first token is late at all of those."""
+"""Most engines compared at once, others each time: the best of more would get too many."""
+FOLLOWING = 8
+"""Engines after those, of which the one with the fewest answers is compared, too."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,12 @@ class Plan:
         return f"{self.kind}; first-token={first:.0f}; per-token={each:.1f}"
 
 
-def num_compared(num_engines: int) -> int:
-    return min(num_engines, WINDOW)
+def stride(num_engines: int) -> int:
+    """From one window to the next: each engine begins one before any does again."""
+    step = WINDOW if num_engines > WINDOW else 1
+    while gcd(step, num_engines) > 1:
+        step += 1
+    return step
 
 
 def is_adaptive(mode: str, decode: EnginePool) -> bool:
@@ -101,12 +105,12 @@ class Latest(OrderedDict[K, Engine]):
 
 class Chooser:
     def __init__(self, mode: str, planner: Planner, pools: Mapping[str, EnginePool]) -> None:
-        self._mode, self._planner, self.pools, self._turn = mode, planner, pools, 0
+        self._mode, self._planner, self.pools = mode, planner, pools
+        self._turns: dict[str, int] = dict.fromkeys(ROLES, 0)
         self.keepers, self._last = Latest[str](), {role: Latest[bytes]() for role in ROLES}
 
     @classmethod
     def of(cls, config: ProxyConfig, limits: Limits) -> Self:
-        """With pools that are empty as yet."""
         planner = Planner(limits)
         tokens, load_of = config.affinity_tokens, planner.new_load
         pools = {role: EnginePool(role, tokens, load_of) for role in ROLES}
@@ -127,27 +131,24 @@ class Chooser:
         decode, prefill = self.pools[DECODE], self.pools[PREFILL]
         now, name = time.monotonic(), prefix.session or (prefix.blocks[0] if prefix.blocks else b"")
         is_same, tokens, placement = decode.are_both and prefill.are_both, max(tokens, 1), None
-        most = max(len(decode.engines), len(prefill.engines) if may_hand_over else 0)
-        are_all = most <= (num := num_compared(most))
-        self._turn += 1 if are_all else num
-        for among in (self._window, _idlest):
-            targets = sources = _usable(among(name, decode), prefix, failed)
+        are_all = max(len(decode.engines), len(prefill.engines) if may_hand_over else 0) <= WINDOW
+        for _ in range(1 if are_all else 2):  # others, too, if all of the first ones are late
+            targets = sources = _usable(self._window(name, decode), prefix, failed)
             if not (is_same and may_hand_over):
-                sources = _usable(among(name, prefill), prefix, failed) if may_hand_over else ()
+                among = self._window(name, prefill) if may_hand_over else ()
+                sources = _usable(among, prefix, failed)
             way = self._planner.place(now, tokens, sources, targets, are_all)
             if placement is None or (way is not None and way.cost < placement.cost):
                 placement = way
-            if way is None or not way.is_late or are_all:
+            if way is None or not way.is_late:
                 break
         if placement is None:
             return Plan()
         source, engine = placement.prefill.key, placement.decode.key
         assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
-        if name:
-            self._last[DECODE].note(name, engine)
-            if not is_same:
-                self._last[PREFILL].note(name, source)
+        for role, one in ((PREFILL, source), (DECODE, engine)) if name else ():
+            self._last[role].note(name, one)
         source = None if placement.is_local else source
         answer = self._planner.note(placement, tokens, now)
         return Plan(source, engine, placement, now + placement.first_token, answer.end)
@@ -165,15 +166,16 @@ class Chooser:
         return engine
 
     def _window(self, name: bytes, pool: EnginePool) -> Sequence[Engine]:
-        """The next engines in turn, one of them the one that had the prompt's beginning last."""
-        engines = pool.engines
-        start = self._turn % max(len(engines), 1)
-        num = num_compared(len(engines))
-        window = [*engines[start : start + num]]
-        window += engines[: min(start, num - len(window))]
-        last = self._last[pool.role].get(name)
+        """The next in turn, the engine of the prompt's beginning, and one with few answers."""
+        engines, last = pool.engines, self._last[pool.role].get(name)
+        size, start = len(engines), self._turns[pool.role]
+        self._turns[pool.role] += stride(size)
+        turned = [engines[(start + idx) % size] for idx in range(min(WINDOW + FOLLOWING, size))]
+        window, following = turned[:WINDOW], [one for one in turned[WINDOW:] if one.usable]
+        if following:
+            window[-1] = min(following, key=lambda one: len(one.load.answers))
         if last in pool.members and last not in window:
-            window[-1] = last
+            window[-2] = last
         return window
 
 
@@ -183,11 +185,6 @@ def _usable(engines: Sequence[Engine], of: Prefix, failed: Collection[Engine]) -
         for one in engines
         if one.usable and not one.state.is_last and one not in failed
     ]
-
-
-def _idlest(_: bytes, pool: EnginePool) -> Sequence[Engine]:
-    usable = [one for one in pool.engines if one.usable]
-    return nsmallest(IDLEST, usable, key=lambda one: one.load.prompts.seconds)
 
 
 def least_work(
