@@ -56,7 +56,8 @@ done
 for number in "${!names[@]}"; do
     wait_for "${names[number]}" "${pids[number]}" "${urls[number]}/health"
 done
-start proxy vllm-commext proxy --port "$PROXY_PORT" "${options[@]}"
+# Where prompts are streamed, engines are chosen in pairs, and a few requests meet the same pairs only.
+start proxy vllm-commext proxy --port "$PROXY_PORT" --stream-chunks never "${options[@]}"
 wait_for proxy "${pids[-1]}" "http://127.0.0.1:$PROXY_PORT/health"
 
 asking=()
