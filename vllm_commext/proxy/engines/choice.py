@@ -167,11 +167,11 @@ class Chooser:
 
     def _window(self, name: bytes, pool: EnginePool) -> Sequence[Engine]:
         """The next in turn, the engine of the prompt's beginning, and one with few answers."""
-        engines, last = pool.engines, self._last[pool.role].get(name)
-        size, start = len(engines), self._turns[pool.role]
-        self._turns[pool.role] += stride(size)
-        turned = [engines[(start + idx) % size] for idx in range(min(WINDOW + FOLLOWING, size))]
-        window, following = turned[:WINDOW], [one for one in turned[WINDOW:] if one.usable]
+        engines, num = pool.engines, min(len(pool.engines), WINDOW + FOLLOWING)
+        start, last = self._turns[pool.role] % max(len(engines), 1), self._last[pool.role].get(name)
+        self._turns[pool.role] = start + stride(len(engines))
+        turned = engines[start : start + num] + engines[: max(0, start + num - len(engines))]
+        window, following = [*turned[:WINDOW]], [one for one in turned[WINDOW:] if one.usable]
         if following:
             window[-1] = min(following, key=lambda one: len(one.load.answers))
         if last in pool.members and last not in window:
