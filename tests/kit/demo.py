@@ -81,7 +81,7 @@ class Demo:
 
     def run(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.say(f"making the model, logs in {self.folder}")
+        self.say(f"unpacking SmolLM2 (135M parameters, trained), logs in {self.folder}")
         # What each engine imports, so that two that start at once do not both compile it.
         with subprocess.Popen([sys.executable, "-c", IMPORTS]):
             self.model = write_smollm2()
@@ -90,7 +90,7 @@ class Demo:
             print("".join(f"        {line}\n" for line in served.log_text().splitlines()))
             got = {"serve": [_ask(served, one) for one in QUESTIONS]}
             got["handed over"] = self.hand_over(served)
-            self.say(f"asking for {LONG_TOKENS} tokens, and killing the engine midway")
+            self.say(f"asking for {LONG_TOKENS} tokens, and killing the engine that answers")
             prompt = got["serve"][0][1].prompt
             name, answer = _long_while(served, prompt, served.kill)
             with self.plain_server() as server:
@@ -128,9 +128,7 @@ class Demo:
 
     def hand_over(self, served: "Served") -> list[Answer]:
         """Answers by a proxy with fixed roles, and a claim by the engines' counters."""
-        self.say(
-            "asking by a second proxy with fixed roles: engine0 for prompts, engine1 for answers"
-        )
+        self.say("handing over by another proxy: engine0 computes prompts, engine1 answers")
         urls = [served.engine(name)["url"] for name in ("engine0", "engine1")]
         before = [scrape(url) for url in urls]
         with ProxyServer("roles", urls[:1], urls[1:], self.folder) as proxy:
@@ -171,7 +169,7 @@ class Demo:
         self.claims.append(Claim("the killed engine restarts by itself", is_back, name))
 
     def show_drain(self, served: "Served") -> None:
-        self.say(f"asking for {LONG_TOKENS} tokens, and draining the engine midway")
+        self.say(f"asking for {LONG_TOKENS} tokens, and draining the engine that answers")
         name, answer = _long_while(served, self.long.prompt, partial(served.admin, "drain"))
         self.claim_went_on("drains", "moves", served, name, answer)
         served.admin("undrain", name)

@@ -58,6 +58,7 @@ MISTAKES: list[tuple[list[str], str, str]] = [
     ([*ENGINES, "--tls-cert-file", "/no/such/file"], "/no/such/file: ", "certificate"),
     ([*ENGINES, "--admin-port", "0"], "", "--admin-token-file FILE"),
     ([], "no prefill engine given", "--engine"),
+    ([*ENGINES, "http://h:1"], "http://h:1: ", "got a value without its option"),
 ]
 
 

@@ -33,6 +33,7 @@ _REWORDED = (
     (re.compile(r"invalid int value: (.*)"), r"expected a whole number, got \1"),
     (re.compile(r"invalid float value: (.*)"), r"expected a number, got \1"),
     (re.compile(r"invalid choice: (.*) \(choose from (.*)\)"), r"expected one of \2, got \1"),
+    (re.compile(r"one of the arguments (\S+) (\S+) is required"), r"expected \1 or \2, got none"),
     (re.compile(r"expected one argument"), "expected a value behind it, got none"),
 )
 
@@ -52,7 +53,8 @@ class _Parser(argparse.ArgumentParser):
         known = difflib.get_close_matches(unknown, self._option_string_actions, 1)
         after = ", or one of vllm serve after ' -- '" if " -- " in (self.epilog or "") else ""
         meant = f", such as {known[0]}" if known else after
-        self.error(f"{unknown}: expected an option of this command{meant}, got an unknown one")
+        got = "an unknown one" if unknown.startswith("-") else "a value without its option"
+        self.error(f"{unknown}: expected an option of this command{meant}, got {got}")
 
 
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:

@@ -164,8 +164,8 @@ def _engine_urls(role: str, urls: Sequence[str], may_be_empty: bool) -> tuple[st
     checked = tuple(_named_url(_OPTIONS.get(role, f"--{role}"), url) for url in urls)
     if not checked and not may_be_empty:
         raise ConfigError(
-            f"no {role} engine given: expected at least one --{role} http://HOST:PORT; name one, "
-            "or use --engine for engines that do both"
+            f"no {role} engine given: expected --engine http://HOST:PORT, or for fixed roles "
+            "--prefill and --decode; name at least one engine"
         )
     if repeated := {url for url in checked if checked.count(url) > 1}:
         raise ConfigError(f"{role} engine given twice: {sorted(repeated)[0]}")

@@ -52,10 +52,8 @@ class Request:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for GPUs that cannot be divided so, or an option that is set here."""
         if len(self.gpus) % self.tp or len(set(self.gpus)) < len(self.gpus):
-            raise ConfigError(
-                f"--gpus {','.join(self.gpus)}: expected each GPU once, and their number a "
-                f"multiple of --tp {self.tp}; name other GPUs, or another --tp"
-            )
+            wanted = f"multiples of --tp {self.tp}" if len(self.gpus) % self.tp else "each GPU once"
+            raise ConfigError(f"--gpus {','.join(self.gpus)}: expected {wanted}; name other GPUs")
         for option in self.engine_args:  # vLLM also reads a name's beginning, or members
             name = option.partition("=")[0].partition(".")[0].replace("_", "-")
             if name.strip("-") and any(own.startswith(name) for own in OURS):

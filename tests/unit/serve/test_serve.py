@@ -106,7 +106,7 @@ def test_printed_commands_are_those_that_a_shell_runs(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["m", "--gpus", "0,1,2", "--tp", "2"], "multiple of --tp 2"),
+        (["m", "--gpus", "0,1,2", "--tp", "2"], "multiples of --tp 2"),
         (["m", "--gpus", "0,0"], "each GPU once"),
         (["m", "--gpus", "9"], "expected GPUs of this host (0, 1), got 9"),
         (["m", "--gpus", "1"], "got 1 with 70 of 80 GiB in use"),
