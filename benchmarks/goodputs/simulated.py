@@ -1,30 +1,32 @@
 """Tables of simulated goodput: `python -m goodputs.simulated TABLE`, in the folder benchmarks.
 
-`measured`: beside the cells of a measurement on two H100. `fleets`: adaptive placement beside the
+`measured`: beside the cells of a measurement on two H200. `fleets`: adaptive placement beside the
 best of all other ways by hindsight, whose order, chunk and split are searched for each cell.
 """
 
 import argparse
 import json
+import math
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from goodputs import shapes
 from goodputs.policies import Adaptive, Fixed, Replicas, Simple, Tuned
 from goodputs.simulator import Hardware, Policy, Request, Simulation
-from vllm_commext.bench.figures import QUANTILES, quantile
 from vllm_commext.bench.workload import MIXED, Arrival
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.policy.engine_speed import area_of
 
 PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")
-"""What `goodput.py` wrote on two H100, 2026-11-26; the simulator's times are fitted to it."""
+"""What `goodput.py` wrote on two H200."""
+H200 = Hardware(0.00446, 39e-6, 3.5e-8, 5.6e-9, 1.74e-8, 2.047e-5, 9.4e-4, 0.0108, overhead=0.0168)
+"""Fitted to its replicas and fixed roles; the ways that learn are the test."""
 SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 SATURATION = {
     "document": 3.0,
@@ -63,7 +65,6 @@ LOADS = 0.6, 0.9
 MIN_SHARE = 0.1
 """Cells in which no other way has as many in time are left out."""
 ENOUGH = 0.97
-MEASURED_LIMITS = [Limits(tpot, 1.0) for tpot in (0.010, 0.012, 0.015, 0.020, 0.025)]
 PAUSE_SECONDS = 100.0
 """Between two loads on a contestant: the others' turns."""
 
@@ -81,46 +82,39 @@ def share_good(
     return _share(found, limits)
 
 
-def told(first: Sequence[float], tpot: Sequence[float], good: Sequence[float]) -> str:
-    """Quantiles of the first token and of the time per token in ms, and % in time."""
-    texts = [[f"{1e3 * value:.0f}" for value in first], [f"{1e3 * value:.1f}" for value in tpot]]
-    return " ".join("/".join(of) for of in (*texts, [f"{100 * share:.0f}" for share in good]))
-
-
-def replayed(way: str, rates: Sequence[float], seconds: float) -> dict[float, list[Request]]:
-    """The requests of a measurement by their rates: a warm-up at the last rate, and two rounds."""
-    loads = [(0.0, rates[-1], 8.0)]
-    for rate in [*rates, *rates]:
-        loads.append(((seconds + PAUSE_SECONDS) * len(loads), rate, seconds))
-    arrivals = [
-        (replace(one, at=one.at + begin), rate if begin else 0.0)
-        for begin, rate, length in loads
-        for one in shapes.WORKLOADS[MIXED](rate, length, 1)
-    ]
-    policy = CONTESTANTS[way](PAIR, Limits(0.015, 1.0))
-    requests = Simulation(PAIR, [one for one, _ in arrivals], policy).run()
-    found: dict[float, list[Request]] = {rate: [] for rate in rates}
-    for request, (_, rate) in zip(requests, arrivals, strict=True):
-        if rate:
-            found[rate].append(request)
+def replayed(row: Mapping[str, Any], play: Mapping[str, Any]) -> dict[str, list[Request]]:
+    """One way's requests of a measurement by workload: a warm-up, then rounds. Turns repeat other
+    answers than engines gave, so what has gone out is held. Late ones do not end."""
+    loads, pair = [play["warm-up"], *play["loads"] * play["rounds"]], (H200, H200)
+    arrivals: list[Arrival] = []
+    ends: list[float] = []
+    found: dict[str, list[Request]] = {}
+    for number, (workload, rate, seconds) in enumerate(loads):
+        drawn = shapes.WORKLOADS[workload](rate, seconds, play["seed"])
+        for one, held in zip(drawn, shapes.held_tokens(drawn), strict=True):
+            group = one.group * len(loads) + number if one.group >= 0 else -1
+            at = one.at + number * PAUSE_SECONDS
+            arrivals.append(replace(one, at=at, group=group, shared_tokens=held))
+            ends.append(number * PAUSE_SECONDS + drawn[-1].at + play["wait"])
+    policy = CONTESTANTS[row["way"].split()[0]](pair, Limits(*row["told"]))
+    for request, end in zip(Simulation(pair, arrivals, policy).run(), ends, strict=True):
+        number = int(request.arrival.at // PAUSE_SECONDS)
+        request.end = request.end if request.end <= end else math.inf
+        found.setdefault(loads[number][0] if number else "", []).append(request)
     return found
 
 
 def print_measured(_: argparse.Namespace) -> None:
     content = json.loads(MEASURED.read_text())
-    seconds = float(content["about"]["arrivals"].split()[0])
-    rows = {(row["way"].split()[0], row["rate"]): row for row in content["rows"]}
-    rates = list(dict.fromkeys(rate for _, rate in rows))
-    names = [f"{1e3 * of.tpot:g} ms, {1e3 * of.first:g} ms" for of in MEASURED_LIMITS]
-    print("| requests/s | way | simulated | measured |\n|---|---|---|---|")
-    for way in ("replicas", "fixed", "adaptive"):
-        for rate, requests in replayed(way, rates, seconds).items():
-            both = [one.first_token for one in requests], [one.per_token for one in requests]
-            first, tpot = ([quantile(values, share) for share in QUANTILES] for values in both)
-            simulated = told(first, tpot, [_share(requests, limits) for limits in MEASURED_LIMITS])
-            row = rows[way, rate]
-            good = [sum(row["good"][name]) / row["requests"] for name in names]
-            print(f"| {rate:g} | {way} | {simulated} | {told(row['first'], row['tpot'], good)} |")
+    limits = [Limits(tpot, content["first"]) for tpot in content["tpot"]]
+    print("| workload | way |", *(f"{1e3 * one.tpot:g} ms |" for one in limits))
+    print("|---|---|" + "---|" * len(limits))
+    for row in content["rows"]:
+        found = replayed(row, content["play"])
+        for workload, good in row["good"].items():
+            both = zip([_share(found[workload], one) for one in limits], good, strict=True)
+            cells = [f"{100 * simulated:.0f}, {100 * measured:.0f}" for simulated, measured in both]
+            print("|", " | ".join([workload, row["way"], *cells]), "|")
 
 
 class Cell(NamedTuple):

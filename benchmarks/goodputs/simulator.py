@@ -24,9 +24,9 @@ from vllm_commext.proxy.policy.engine_speed import area_of
 @dataclass(frozen=True)
 class Hardware:
     """An engine's times, in seconds: of a step by itself, for each running answer, each token
-    before it (prompt_context: in a step with prompts), each token of a prompt and a million pairs
-    of those in its attention; prompt_step: of one with prompts at least. The default is
-    an H100 with 8 G parameters in bfloat16, fitted to measurements.
+    before it (prompt_context: in a step with prompts), each token of the longest besides, of a
+    prompt, and a million pairs of those in its attention; prompt_step: of one with prompts at
+    least. The default is an H100 with 8 G parameters in bfloat16, fitted to measurements.
 
     overhead: from a request's arrival to its first step. handover: from another engine's last step
     of a prompt until it is read; what has been read is seen at the end of a step. second_token:
@@ -39,6 +39,7 @@ class Hardware:
     answer: float = 48e-6
     context_token: float = 4.55e-8
     prompt_context: float = 6.5e-8
+    longest: float = 0.0
     prompt_token: float = 1.95e-5
     million_pairs: float = 1.1e-3
     prompt_step: float = 0.0225
@@ -222,6 +223,8 @@ class Engine:
                 self.ending.append(self.queue.popleft())
         each = hardware.prompt_context if any_prompt else hardware.context_token
         seconds += each * self.context
+        if hardware.longest and self.running:
+            seconds += hardware.longest * max(one.size for one in self.running)
         if any_prompt:
             seconds = max(seconds, hardware.prompt_step)
         if hardware.noise:
