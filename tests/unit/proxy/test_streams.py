@@ -427,6 +427,29 @@ async def test_a_decode_engine_that_answers_needs_the_prefill_engine_no_longer(
         assert any(silent) == (end == "hangs")
 
 
+async def test_a_load_that_fails_at_a_hung_prefill_engine_does_not_wait_for_it(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under vLLM's policy `fail`: the decode engine then computes the prompt."""
+    monkeypatch.setattr(ask_engines, "LATE_SECONDS", 0.1)
+    async with running(kit, prefill_timeout_seconds=600) as cluster:
+        (prefill,), (decoding,) = cluster.prefill, cluster.decode
+        prefill.behave = kit.hanging
+
+        async def failing_once(call: Any) -> None:
+            if len(decoding.calls) == 1:
+                await kit.until(lambda: bool(prefill.calls), "the prefill engine to be asked")
+                await call.answer(500, b"{}")
+            else:
+                await decode(call)
+
+        decoding.behave = failing_once
+        async with cluster.post(BODY) as response:
+            assert (response.status, response.headers["X-Commext-Path"]) == (200, "local-prefill")
+            await response.read()
+        assert len(decoding.calls) == 2
+
+
 @pytest.mark.parametrize(
     ("first", "status", "late_seconds"),
     [("decode", 200, 60.0), ("decode", 400, 0.0), ("prefill", 200, 0.0)],

@@ -97,8 +97,7 @@ class Watch:
 
 
 class Deadline(Watch):
-    """`with Deadline(seconds, engine.work.on_lost): ...` raises `TimeoutError` when time is up, and
-    `EngineLostError` when the engine is lost."""
+    """Raises `TimeoutError` when time is up, and `EngineLostError` when the engine is lost."""
 
     def __init__(self, seconds: float, on_lost: OnLost) -> None:
         super().__init__(on_lost)
@@ -108,18 +107,19 @@ class Deadline(Watch):
         self._timer = self._loop.call_later(self._seconds, self._interrupt, TimeoutError)
 
     def hurry(self, seconds: float, reader: "asyncio.Task[Opened]") -> None:
-        """Allow *seconds* more at most, as *reader* ends, if a decode engine answers it."""
+        """Allow *seconds* more at most, as *reader* ends, if it has an answer or a failed load."""
         timer, end = self._timer, self._loop.time() + seconds
-        if has_begun(reader) and timer and not timer.cancelled() and end < timer.when():
+        error = None if reader.cancelled() else reader.exception()
+        is_told = has_begun(reader) or getattr(error, "kind", "") == "engine_error"
+        if is_told and timer and not timer.cancelled() and end < timer.when():
             timer.cancel()
-            late = TimeoutError(f"within {seconds} s of the decode engine's first token")
+            late = TimeoutError(f"within {seconds} s of the decode engine's answer")
             self._timer = self._loop.call_at(end, self._interrupt, late)
 
 
 @dataclass
 class Losses:
-    """Engines that one request has lost, and answers of status 500. place: tokens of the answer at
-    the last of them."""
+    """Engines that a request has lost, and answers of status 500. place: tokens at the last."""
 
     engines: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     num_answers: int = 0
