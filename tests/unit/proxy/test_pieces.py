@@ -57,6 +57,24 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
+TEXT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+IDS = b'data: {"choices":[{"text":"a b c","prompt_token_ids":%s,"token_ids":[7,8,9]}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("piece", "num_tokens"),
+    [
+        (TEXT * 2, 2),
+        (IDS % b"null", 3),
+        (IDS % b"[1,2]" + TEXT, 4),
+        (b'data: {"choices":[],"usage":{}}\n\ndata: [DONE]\n\n', 0),
+    ],
+)
+def test_an_event_has_as_many_tokens_as_ids(piece: bytes, num_tokens: int) -> None:
+    """vLLM puts several into one where its server is slower than its engine."""
+    assert answers.num_tokens(piece) == num_tokens
+
+
 @pytest.mark.parametrize("name", HARD)
 def test_little_of_an_answer_is_decoded_in_one_piece(name: str, decoded: list[int]) -> None:
     """Whole ones, beginnings of streams, and a prefill engine's."""

@@ -25,6 +25,7 @@ MAX_READ_BYTES = 2 << 20
 _CACHED = re.compile(rb'("(cached_tokens|created_cache_tokens)":\s*)(?:\d+|null)')
 _CUT = re.compile(rb'"(?:c[a-z_]{0,19}(?:"(?::\s*(?:\d*|nu?l?))?)?)?\Z')
 _CUT_BYTES = 64
+_IDS = re.compile(rb'"token_ids":\[([\d,]*)\]')
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 _ACCEPTED = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: .*\n\n)+")
 """What vLLM says of a response before it computes."""
@@ -46,8 +47,7 @@ def _reader(member: str) -> msgspec.json.Decoder[Any]:
 
 
 def lack_of(member: str, answer: bytes) -> str:
-    """Reason why a whole *answer*, which has *member*, is none, without building what is in it; ""
-    for a good one."""
+    """Reason why a whole *answer*, which has *member*, is none, without building it; "" if one."""
     try:
         told = getattr(_reader(member).decode(answer), member)
     except (ValueError, RecursionError) as error:
@@ -76,8 +76,7 @@ async def decoded(answer: bytes) -> Any:
 
 
 class EventCutter:
-    """Passes whole events and holds back an unfinished one, so that an error event never follows
-    half an event. Events above *max_held_bytes* pass in pieces."""
+    """Passes whole events: no error follows half of one. Above *max_held_bytes* they are cut."""
 
     def __init__(self, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._held = bytearray()
@@ -124,8 +123,9 @@ def num_whole(piece: bytes) -> int:
 
 
 def num_tokens(piece: bytes) -> int:
-    """Events of a piece of a stream but for those that end it: about its tokens."""
-    return piece.count(b"\n\n") - piece.count(DONE) - piece.count(b'"choices":[]')
+    """About the tokens of a piece of a stream: events that do not end it, or the ids in them."""
+    more = sum(ids.count(b",") for ids in _IDS.findall(piece)) if b"token_ids" in piece else 0
+    return piece.count(b"\n\n") - piece.count(DONE) - piece.count(b'"choices":[]') + more
 
 
 def opening_error(events: bytes) -> tuple[int, bytes] | None:
