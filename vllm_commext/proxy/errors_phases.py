@@ -183,9 +183,8 @@ class Route:
 
 @dataclass(eq=False)
 class Outcome:
-    """Filled in while a request is served. kind, side: labels of the count; "" while it goes on.
-    status: of an error. prompt_tokens: about. The client has a whole stream of *tokens*, each but
-    the first in *per_token* seconds."""
+    """Filled in while a request is served. kind, side: labels of the count, "" meanwhile. status:
+    of an error. tokens: of a whole stream, each but the first in *per_token* seconds."""
 
     request_id: str
     kind: str = ""

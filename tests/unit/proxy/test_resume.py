@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_commext.proxy.errors_phases import Resume
+from vllm_commext.proxy.errors_phases import Outcome, Resume
 from vllm_commext.proxy.http.endpoint_prompts import ENDPOINTS
 from vllm_commext.proxy.policy.prompt_queue import REPEATED_TOKENS, Repeats
 from vllm_commext.proxy.session.failures import MAX_RESUMES, MIN_APART
@@ -413,7 +413,12 @@ def result(name: Resume, count: int = 1) -> str:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("how", ["connection", "error", "abort", "end", "silence"])
-async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str) -> None:
+async def test_a_stream_goes_on_at_another_engine(
+    kit: Any, monkeypatch: pytest.MonkeyPatch, path: str, how: str
+) -> None:
+    outcomes: list[Outcome] = []
+    end_well = Outcome.end_well
+    monkeypatch.setattr(Outcome, "end_well", lambda one: (outcomes.append(one), end_well(one)))
     begun = stream(0, path, WORDS)[:-3]
     if how == "error":
         begun.append(b'data: {"error": {"code": 500}}\n\n' + DONE)
@@ -421,7 +426,8 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
         begun.append(event(0, path, **part(path, ""), token_ids=[], finish_reason="abort"))
     body, has_begun = {"prompt": "hello", **STREAM}, asyncio.Event()
     ends = None if how == "silence" else how == "end"
-    async with kit.cluster(num_decode=2, decode_idle_timeout_seconds=0.5) as cluster:
+    options = {"decode_idle_timeout_seconds": 0.5, "prompt_order": "shortest"}  # which reads load
+    async with kit.cluster(num_decode=2, **options) as cluster:
         first, second = cluster.decode
         first.behave = answering(begun, ends=ends, has_begun=has_begun)
         second.behave = answering(stream(1, path, [WORDS[0] + WORDS[1], WORDS[2]]))
@@ -439,6 +445,8 @@ async def test_a_stream_goes_on_at_another_engine(kit: Any, path: str, how: str)
         page = await cluster.metrics()
         assert result(Resume.RESUMED) in page
         assert 'outcome="ok",side="proxy"} 1.0' in page
+        await kit.until(lambda: outcomes[0].tokens == 3, "the tokens of both engines")
+        assert 0 < outcomes[0].per_token * 2 < outcomes[0].seconds
 
 
 TELLING = b'"token_ids"', b'"prompt_token_ids":[%d,22],"token_ids"' % ((8 << 32) + 1)

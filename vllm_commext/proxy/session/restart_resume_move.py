@@ -34,8 +34,7 @@ LOOK_SECONDS = 0.2
 
 @dataclass(eq=False)
 class Leaving:
-    """Begins *work* once the engine of *opened* drains, and once only. has_gone_on: what was
-    stopped goes on."""
+    """Begins *work* once, as *opened*'s engine drains. has_gone_on: what was stopped goes on."""
 
     opened: Opened
     work: Callable[["Leaving"], Coroutine[Any, Any, None]]
@@ -85,8 +84,7 @@ class Session:
         num_bytes: int,
         let_go: Callable[[], None],
     ) -> web.StreamResponse:
-        """*let_go* of the parsed *body*, of *num_bytes*, when an answer begins. Raises `ProxyError`
-        and `ClientGoneError`."""
+        """*let_go* of *body*, of *num_bytes*, as answers begin; `ProxyError`, `ClientGoneError`."""
         service = self._service
         self._asked = asked = Asked(
             *(request, body, headers), *(service.config.min_prompt_tokens, service.config.affinity)
@@ -186,6 +184,9 @@ class Session:
             return
         answer.end(time.monotonic())
         self._outcome.tokens, self._outcome.per_token = answer.tokens, answer.per_token
+        if self._tries.num_resumed and seconds and (told := self._asked.transcript) is not None:
+            lasted, self._outcome.tokens = self._outcome.seconds - seconds, told.num_tokens
+            self._outcome.per_token = lasted / max(told.num_tokens - 1, 1)  # pauses included
         expected = plan.expected if plan is not None and not self._tries.num_resumed else None
         if expected is not None and seconds is not None and answer.tokens > 1:
             note = self._service.metrics.ways.note_times
