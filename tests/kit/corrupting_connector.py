@@ -100,7 +100,8 @@ class LeakingNixlConnector(CommextNixlConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        self.kept.extend(os.urandom(1 << 20) for _ in results.failed_recving or ())
+        failed = {*(results.failed_recving or ()), *self.worker_side.unread}
+        self.kept.extend(os.urandom(1 << 20) for _ in failed)
         return results
 
 
