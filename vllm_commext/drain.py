@@ -74,7 +74,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_work = scope["type"] == "websocket" or scope.get("method") == "POST"
-        is_work &= RELEASE.encode() not in dict(scope.get("headers", ()))
+        is_work = is_work and RELEASE.encode() not in dict(scope.get("headers", ()))
         is_health = scope.get("path") == "/health"
         if (is_work or is_health) and self._file.is_there():
             await self._refuse(scope, receive, send)
