@@ -71,7 +71,7 @@ IDS = b'data: {"choices":[{"text":"a b c","prompt_token_ids":%s,"token_ids":[7,8
     ],
 )
 def test_an_event_has_as_many_tokens_as_ids(piece: bytes, num_tokens: int) -> None:
-    """vLLM puts several into one where its server is slower than its engine."""
+    """With speculation it has those of a step."""
     assert answers.num_tokens(piece) == num_tokens
 
 

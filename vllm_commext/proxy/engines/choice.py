@@ -147,8 +147,9 @@ class Chooser:
         source, engine = placement.prefill.key, placement.decode.key
         assert isinstance(source, Engine)  # as made above
         assert isinstance(engine, Engine)
-        for role, one in ((PREFILL, source), (DECODE, engine)) if name else ():
-            self._last[role].note(name, one)
+        if name:
+            self._last[PREFILL].note(name, source)
+            self._last[DECODE].note(name, engine)
         source = None if placement.is_local else source
         answer = self._planner.note(placement, tokens, now)
         return Plan(source, engine, placement, now + placement.first_token, answer.end)

@@ -28,7 +28,7 @@ _CUT_BYTES = 64
 _IDS = re.compile(rb'"token_ids":\[([\d,]*)\]')
 _NUMBERS = re.compile(rb"\[[\d,]{256,}\]")
 _ACCEPTED = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: .*\n\n)+")
-"""What vLLM says of a response before it computes."""
+"""Events that vLLM sends before it computes a response."""
 DONE = b"data: [DONE]"
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
