@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
             contestants += asyncio.run(_play(args, replace(one, tp=tp), folder, logs / f"tp{tp}"))
         if not contestants:
             raise ConfigError(f"expected a shape that starts, got none; see {logs}")
-        ways = sorted(contestants, key=lambda one: -_num_good(args, one))
+        good, allowed = figures.num_good, rounds.limits_of(args)
+        ways = sorted(contestants, key=lambda one: -sum(good(of, allowed) for of in one.rounds))
         rounds.tell(args, contestants, [(_verdict(args, ways), False)])
         shutil.rmtree(logs, ignore_errors=True)
     return 0
@@ -83,10 +84,6 @@ async def _played(
 ) -> list[Contestant]:
     await ready.wait()
     return await rounds.play(args, urls)
-
-
-def _num_good(args: argparse.Namespace, one: Contestant) -> int:
-    return sum(figures.num_good(of, rounds.limits_of(args)) for of in one.rounds)
 
 
 def _verdict(args: argparse.Namespace, ways: list[Contestant]) -> str:
