@@ -22,7 +22,6 @@ from vllm_commext.bench.workload import MIXED, Arrival
 from vllm_commext.limits import Limits
 from vllm_commext.proxy.policy.engine_speed import area_of
 
-PAIR = (Hardware(), Hardware())
 MEASURED = Path(__file__).with_name("measured.json")
 """Shares in time of a run of `goodput.py` on two H200, by way and workload."""
 H200 = Hardware(
@@ -37,7 +36,6 @@ H200 = Hardware(
     overhead=0.0168,
 )
 """Fitted to its replicas and fixed roles; the ways that learn are the test."""
-SECONDS, WARM_SECONDS, SEEDS = 45.0, 10.0, (1, 2, 3)
 SATURATION = {
     "document": 3.0,
     MIXED: 7.5,
@@ -77,19 +75,6 @@ MIN_SHARE = 0.1
 ENOUGH = 0.97
 PAUSE_SECONDS = 100.0
 """Between two loads on a contestant: the others' turns."""
-
-
-def share_good(
-    name: str, workload: str, rate: float, limits: Limits, seeds: Sequence[int] = SEEDS
-) -> float:
-    """Share of a contestant's requests that are in time, those of the first seconds left out."""
-    found: list[Request] = []
-    for seed in seeds:
-        policy = CONTESTANTS[name](PAIR, limits)
-        arrivals = shapes.WORKLOADS[workload](rate, SECONDS, seed)
-        requests = Simulation(PAIR, arrivals, policy).run()
-        found += [one for one in requests if one.arrival.at >= WARM_SECONDS]
-    return _share(found, limits)
 
 
 def replayed(row: Mapping[str, Any], play: Mapping[str, Any]) -> dict[str, list[Request]]:
