@@ -2,11 +2,12 @@
 
 Engines are started once, one a GPU, and every contestant has as many of them, behind a proxy of
 its own: `replicas`, each request to one engine that does all of it; `fixed`, prefill on one half,
-decode on the other; `ordered`, placed request by request so that the limits of `--told` (ms a token
-: ms to the first) are kept, short prompts first, one contestant for each pair; `nixl`, as `fixed`
-with vLLM's NixlConnector; `p2p`, as `fixed` over vLLM's `p2p` tier, both asked at once, and `in
-turn`; `--replica-step`: replicas without connector with so many tokens a step; `--tp`: engines
-without connector, fewer of them, each of so many GPUs.  The first three share their engines.
+decode on the other; `in-order`, both with as many first tokens in time as can be; `ordered`, placed
+request by request so that the limits of `--told` (ms a token : ms to the first) are kept, one
+contestant for each pair; `nixl`, as `fixed` with vLLM's NixlConnector; `p2p`, as `fixed` over
+vLLM's `p2p` tier, both asked at once, and `in turn`; `--replica-step`: replicas without connector
+with so many tokens a step; `--tp`: engines without connector, fewer of them, each of so many GPUs.
+The first four share their engines.
 
 In each round all contestants take turns with arrivals of the same times and lengths, never the same
 tokens, in another order each time.  No round begins that would not end within `--budget-seconds`,

@@ -13,8 +13,8 @@ from tests.kit.servers import Server
 from vllm_commext.errors import ConfigError
 from vllm_commext.limits import Limits
 
-REPLICAS, FIXED, ORDERED = "replicas", "fixed", "ordered"
-NAMES = (REPLICAS, FIXED, ORDERED, NIXL, P2P)
+REPLICAS, FIXED, ORDERED, IN_ORDER = "replicas", "fixed", "ordered", "in-order"
+NAMES = (REPLICAS, FIXED, IN_ORDER, ORDERED, NIXL, P2P)
 ROUTER = Path(__file__).with_name("p2p.py")
 READY_SECONDS = 60.0
 
@@ -81,6 +81,10 @@ def make(
         elif name == FIXED:
             found += [Contestant(f"{name} {num}P", both, num_prefill=num) for num in prefills]
             found += [] if prefills else [Contestant(name, both, num_prefill=-1)]
+        elif name == IN_ORDER:
+            order = ("--prompt-order", "shortest", "--ttft-ms", f"{1e3 * told[0].first:g}")
+            found.append(Contestant(f"{REPLICAS} in order", both, (*local, *order)))
+            found.append(Contestant(f"{FIXED} in order", both, order, num_prefill=-1))
         elif name == NIXL:
             found.append(Contestant(name, EngineSet(NIXL, step), num_prefill=-1))
         elif name == P2P:
