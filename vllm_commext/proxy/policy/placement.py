@@ -30,8 +30,6 @@ OTHERS_DELAY = 0.1
 """Weight of other answers' delay beside the request's own."""
 OTHERS_MISSED = 1.5
 """Weight of other answers' missed limits: the least of several estimates is mostly too low."""
-FIRST_ANSWER = 0.05
-"""Missed limits of later prompts that an engine's first answer costs, if prompts take all time."""
 
 
 class Candidate(NamedTuple):
@@ -80,14 +78,14 @@ class _Steps(NamedTuple):
 class _Costs:
     """Expected seconds at one engine: backlog, prefill, and until there is room for the prompt.
     busy: until a new answer may begin. late: answers made late, by cause. prompt, answer: what each
-    costs there, in missed limits. prompts_share: of the engines' time."""
+    costs there, in missed limits."""
 
     __slots__ = (
         *("answer", "backlog", "busy", "candidate", "late", "prefill", "prompt", "prompt_room"),
         *("free", "steps"),
     )
 
-    def __init__(self, candidate: Candidate, tokens: int, now: float, prompts_share: float) -> None:
+    def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
         self.candidate = candidate
         load, held, _ = candidate
         load.look(now)
@@ -98,21 +96,19 @@ class _Costs:
         num_answers, context = len(answers), answers.context + answers.coming
         planned, more = load.to_come(now) if load.planned else (0.0, 0.0)
         num, context = num_answers + planned, context + more
-        slower = speed.step_seconds(num + 1, context + tokens)
+        step, slower = speed.steps_seconds(num, context, tokens)
         pace = load.recent.pace(slower)
         backlog, num_put_off = load.wait_seconds(seconds, now) if jobs or load.queue else (0.0, 0)
         room = load.room_seconds(tokens + length, pace)
         self.prompt_room = load.room_seconds(tokens, pace) if room else 0.0
         self.prefill, self.backlog, self.free = seconds, backlog, 1.0 - load.recent.share
         self.busy = backlog if backlog > room else room
-        self.steps = _Steps(speed.step_seconds(num, context), slower, pace, planned)
+        self.steps = _Steps(step, slower, pace, planned)
         self.prompt = num_put_off + 1.0 + DELAY_WEIGHT * OTHERS_DELAY * seconds * num_answers
         if slower >= tpot > 0.0:  # all are late for as long as there is one too many
             crowd = max(0.0, (GIVEN_UP - slower / tpot) / (GIVEN_UP - 1.0))
         # A second without room counts as a missed limit.
         self.answer = crowd + room + DELAY_WEIGHT * pace * length
-        if num == 0.0 < tpot:
-            self.answer += FIRST_ANSWER * prompts_share
         self.late: dict[int, float] = {}
 
 
@@ -141,11 +137,10 @@ class Planner:
         others."""
         if not decode or not decode[0].load.speed.is_known:
             return None
-        share = sum([one.load.recent.share for one in decode]) / len(decode)
-        sources = targets = [_Costs(one, tokens, now, share) for one in decode]
+        sources = targets = [_Costs(one, tokens, now) for one in decode]
         if prefill is not decode:
             costs = {one.candidate.load: one for one in targets}
-            sources = [costs.get(one.load) or _Costs(one, tokens, now, share) for one in prefill]
+            sources = [costs.get(one.load) or _Costs(one, tokens, now) for one in prefill]
         seen = max(2, MAX_SEEN // len({*targets, *sources}))
         options = self._options(sources if self.shared.limits.tpot else [], targets, are_all)
         options.sort()
@@ -183,15 +178,18 @@ class Planner:
     ) -> list[_Option]:
         """All ways, without their effect on others. Late ones cost time that is free of prompts, or
         go where most wait, if prompts keep all engines from answers in time, which end within the
-        first token's limit: one gets free."""
-        shared, tpot, step = self.shared, self.shared.limits.tpot, targets[0].steps.slower
-        options = list[_Option]()
-        may_free = are_all and len(sources) > 0 and shared.lengths.mean * step < shared.limits.first
-        if may_free and all(one.steps.slower < tpot <= one.steps.pace for one in targets):
-            loads = [one.candidate.load for one in sources]
-            work = [load.prompts.seconds + load.queue.seconds for load in loads]
-            for one, seconds in zip(sources, work, strict=True):
-                one.free = 1.0 - seconds / (max(work) or 1.0)
+        first token's limit: one gets free. If others give too many, the slowest takes all."""
+        shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
+        if sources and min([one.steps.pace for one in targets]) >= tpot:
+            step = max([one.steps.slower for one in targets])
+            if step >= tpot * GIVEN_UP:
+                slowest = max(targets, key=lambda one: one.steps.pace)
+                slowest.answer = slowest.prompt_room
+            elif are_all and step < tpot and shared.lengths.mean * step < shared.limits.first:
+                loads = [one.candidate.load for one in sources]
+                work = [load.prompts.seconds + load.queue.seconds for load in loads]
+                for one, seconds in zip(sources, work, strict=True):
+                    one.free = 1.0 - seconds / (max(work) or 1.0)
         handover, second = shared.handover.value, shared.second_token.value
         limit = shared.limits.first or math.inf
         for at in targets:
