@@ -67,12 +67,15 @@ class Engine:
     args: Sequence[str] = ()
 
 
-def tier(num_bytes: int, port: int) -> dict[str, Any]:
-    """``--kv-transfer-config`` of vLLM's tier `p2p` in so much host memory."""
+def tier(num_bytes: int, port: int, num_blocks: int = 1, num_threads: int = 4) -> dict[str, Any]:
+    """``--kv-transfer-config`` of vLLM's tier `p2p` in so much host memory. num_blocks: of a chunk;
+    num_threads: of NIXL."""
     extra = {
         **{"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": num_bytes},
-        "offload_prompt_only": False,
-        "secondary_tiers": [{"type": "p2p", "host": LOOPBACK, "port": port}],
+        **{"offload_prompt_only": False, "blocks_per_chunk": num_blocks},
+        "secondary_tiers": [
+            {"type": "p2p", "host": LOOPBACK, "port": port, "num_threads": num_threads}
+        ],
     }
     config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return {**config, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

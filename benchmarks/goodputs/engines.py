@@ -43,12 +43,13 @@ class Places:
     """Where a set's engines run.
 
     gpus: a device each, as for CUDA_VISIBLE_DEVICES; kv_bytes: of KV cache for each engine; extra:
-    of our connector's configuration.
+    of our connector's configuration; tier: blocks of a chunk and threads of vLLM's tier.
     """
 
     gpus: Sequence[str]
     kv_bytes: int
     extra: Mapping[str, Any]
+    tier: Sequence[int] = ()
 
 
 def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> Server:
@@ -59,7 +60,7 @@ def _server(setup: Setup, chosen: EngineSet, places: Places, number: int) -> Ser
     small = engines.SMALL_CACHE if setup.device == "cpu" else ()
     port, tier = free_port(), ()
     if chosen.kind == P2P:
-        tier = ("--kv-transfer-config", json.dumps(engines.tier(TIER_BYTES, port)))
+        tier = ("--kv-transfer-config", json.dumps(engines.tier(TIER_BYTES, port, *places.tier)))
     gpus = places.gpus[number * chosen.tp : (number + 1) * chosen.tp]
     one = Engine(
         f"{chosen.kind}-{chosen.step}-tp{chosen.tp}-{number}",
