@@ -119,13 +119,11 @@ class EngineSpeed:
     def step_seconds(self, answers: float, context_tokens: float) -> float:
         return self.steps_seconds(answers, context_tokens, 0.0)[0]
 
-    def steps_seconds(
-        self, answers: float, context_tokens: float, tokens: float
-    ) -> tuple[float, float]:
+    def steps_seconds(self, answers: float, context: float, tokens: float) -> tuple[float, float]:
         """Also of a step with another answer, after so many *tokens*."""
-        alone, each, context = self._steps.solution or self._steps.solved()
-        step = alone + each * answers / 16.0 + context * context_tokens / 65536.0
-        return step, step + each / 16.0 + context * tokens / 65536.0
+        alone, each, before = self._steps.solution or self._steps.solved()
+        step = alone + each * answers / 16.0 + before * context / 65536.0
+        return step, step + each / 16.0 + before * tokens / 65536.0
 
     def note_steps(self, answers: float, context_tokens: float, seconds: float) -> None:
         self._steps.add((1.0, answers / 16.0, context_tokens / 65536.0), seconds)
