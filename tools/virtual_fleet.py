@@ -7,8 +7,8 @@ has had anything for a millisecond. What the proxy computes takes no time, so it
 queues are seen, and not its speed. Each play has a fleet of its own, which knows nothing yet.
 
 Ways: adaptive placement, given each pair of limits by itself; replicas and fixed roles, with each
-order of prompts, number of tokens in a step and split. Rows are JSON; `--table` reads files of them
-and writes each cell's best other way, by hindsight, beside adaptive placement.
+order of prompts (arrival; by each limit to the first token), tokens of a step and split. Rows are
+JSON; `--table` reads files of them and writes each cell's best other way, by hindsight, beside it.
 """
 
 import argparse
@@ -78,13 +78,15 @@ def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Co
     chunks = [EngineSet(BOTH, chunk) for chunk in args.chunks]
     told = args.told if ADAPTIVE in names else ()
     found = [replace(ordered(EngineSet(BOTH, 2048), limits), name=ADAPTIVE) for limits in told]
-    for order, engines in product((ARRIVAL, SHORTEST), chunks):
-        options, text = ("--prompt-order", order), f"{order} {engines.step}"
+    orders: dict[str, tuple[str, ...]] = {ARRIVAL: ("--prompt-order", ARRIVAL)}
+    for first in sorted({f"{1e3 * limits.first:g}" for limits in args.told}):
+        orders[f"in order {first}"] = ("--prompt-order", SHORTEST, "--ttft-ms", first)
+    for (order, by), engines in product(orders.items(), chunks):
+        text = f"{order} {engines.step}"
         if REPLICAS in names:
-            local = ("--placement", LOCAL, *options)
-            found.append(Contestant(f"{REPLICAS} {text}", engines, local))
+            found.append(Contestant(f"{REPLICAS} {text}", engines, ("--placement", LOCAL, *by)))
         for one in SPLITS[num] if FIXED in names else ():
-            found.append(Contestant(f"{FIXED} {one}P {text}", engines, options, one))
+            found.append(Contestant(f"{FIXED} {one}P {text}", engines, by, one))
     return found
 
 
