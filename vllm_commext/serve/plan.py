@@ -112,16 +112,16 @@ def shapes(
     request: Request, folder: Path, ports: Iterator[int], environ: Mapping[str, str]
 ) -> tuple[list[Command], list[Command]]:
     """The engines' commands, and those of a proxy for each way to use them: ``replicas``, each
-    request whole by the engine with the least work; ``roles``, the first half prefills; ``placed``
-    within the limits. One engine alone has but the first."""
+    request whole by the engine with the least work; ``roles``, the first half prefills, prompts in
+    order; ``placed`` within the limits. One engine alone has but the first."""
     engines = _engines(request, folder, ports, environ)
-    urls = [engine.url for engine in engines]
-    both = [("--engine", url) for url in urls]
-    roles = [(("--prefill", "--decode")[2 * n >= len(urls)], url) for n, url in enumerate(urls)]
-    ways = {"replicas": (LOCAL, both), "roles": ((), roles), "placed": (_limits(request), both)}
+    both, num = [("--engine", one.url) for one in engines], len(engines)
+    roles = [(("--prefill", "--decode")[2 * n >= num], one.url) for n, one in enumerate(engines)]
+    order = ("--prompt-order", "shortest", "--ttft-ms", str(request.ttft_ms))
+    ways = {"replicas": (LOCAL, both), "roles": (order, roles), "placed": (_limits(request), both)}
     return engines, [
         _proxy(name, replace(request, port=next(ports)), *ways[name])
-        for name in list(ways)[: 1 if len(engines) == 1 else None]
+        for name in list(ways)[: 1 if num == 1 else None]
     ]
 
 

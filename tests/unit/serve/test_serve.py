@@ -65,7 +65,8 @@ def test_the_ways_to_use_engines_are_a_proxy_each() -> None:
     replicas, roles, placed = (shlex.join(one.argv) for one in proxies)
     both = f"--engine {engines[0].url} --engine {engines[1].url}"
     assert replicas.endswith(f"{both} --placement local")
-    assert roles.endswith(f"--prefill {engines[0].url} --decode {engines[1].url}")
+    by_role = f"--prefill {engines[0].url} --decode {engines[1].url}"
+    assert roles.endswith(f"{by_role} --prompt-order shortest --ttft-ms 1000")
     assert placed.endswith(f"{both} --tpot-ms 15 --ttft-ms 1000")
     assert len({one.url for one in (*engines, *proxies)}) == 5
     alone = plan.shapes(replace(REQUEST, tp=4), Path("/x"), itertools.count(1), {})[1]
