@@ -120,7 +120,7 @@ class EngineSpeed:
         return self.steps_seconds(answers, context_tokens, 0.0)[0]
 
     def steps_seconds(self, answers: float, context: float, tokens: float) -> tuple[float, float]:
-        """Also of a step with another answer, after so many *tokens*."""
+        """Seconds of a step, and of one that also gives an answer to a prompt of *tokens*."""
         alone, each, before = self._steps.solution or self._steps.solved()
         step = alone + each * answers / 16.0 + before * context / 65536.0
         return step, step + each / 16.0 + before * tokens / 65536.0
