@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=128)
     add("--kv-gib", type=float, default=30.0, help="KV cache of each engine on a GPU")
     add("--connector-extra", type=json.loads, default={}, metavar="JSON")
-    add("--tier", type=int, nargs=2, default=(1, 4), help="blocks of p2p's chunks, NIXL's threads")
+    add("--tier", type=int, nargs=2, default=(), help="blocks of p2p's chunks, NIXL's threads")
     add("--start-seconds", type=float, default=400.0, help="for an engine to become ready")
     add("--commit", default="?")
     add("--again", type=Path, metavar="FILE.jsonl", help="tables of an earlier run; runs nothing")

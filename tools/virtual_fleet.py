@@ -26,7 +26,7 @@ from typing import Any
 from aiohttp import web
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from goodputs.contestants import FIXED, REPLICAS, Contestant, limits_of, ordered  # noqa: E402
+from goodputs.contestants import FIXED, REPLICAS, Contestant, in_order, limits_of, ordered  # noqa: E402
 from goodputs.engines import BOTH, EngineSet  # noqa: E402
 from goodputs.rounds import OPEN_ENDED  # noqa: E402
 from goodputs.shapes import WORKLOADS  # noqa: E402
@@ -37,7 +37,7 @@ from tools import stand_in  # noqa: E402
 from vllm_commext.bench import client, figures, workload  # noqa: E402
 from vllm_commext.cli.proxy import add_arguments, make_config  # noqa: E402
 from vllm_commext.proxy import routes_readiness_shutdown as server  # noqa: E402
-from vllm_commext.proxy.config import ADAPTIVE, ARRIVAL, LOCAL, SHORTEST, ProxyConfig  # noqa: E402
+from vllm_commext.proxy.config import ADAPTIVE, ARRIVAL, LOCAL, ProxyConfig  # noqa: E402
 
 VOCABULARY, CHECK_SECONDS, WAIT_SECONDS = 32000, 3.0, 8.0
 QUIET_SECONDS = 0.001
@@ -79,8 +79,8 @@ def ways_of(names: Sequence[str], num: int, args: argparse.Namespace) -> list[Co
     told = args.told if ADAPTIVE in names else ()
     found = [replace(ordered(EngineSet(BOTH, 2048), limits), name=ADAPTIVE) for limits in told]
     orders: dict[str, tuple[str, ...]] = {ARRIVAL: ("--prompt-order", ARRIVAL)}
-    for first in sorted({f"{1e3 * limits.first:g}" for limits in args.told}):
-        orders[f"in order {first}"] = ("--prompt-order", SHORTEST, "--ttft-ms", first)
+    for first in sorted({limits.first for limits in args.told}):
+        orders[f"in order {1e3 * first:g}"] = in_order(first)
     for (order, by), engines in product(orders.items(), chunks):
         text = f"{order} {engines.step}"
         if REPLICAS in names:

@@ -82,7 +82,7 @@ def make(
             found += [Contestant(f"{name} {num}P", both, num_prefill=num) for num in prefills]
             found += [] if prefills else [Contestant(name, both, num_prefill=-1)]
         elif name == IN_ORDER:
-            order = ("--prompt-order", "shortest", "--ttft-ms", f"{1e3 * told[0].first:g}")
+            order = in_order(told[0].first)
             found.append(Contestant(f"{REPLICAS} in order", both, (*local, *order)))
             found.append(Contestant(f"{FIXED} in order", both, order, num_prefill=-1))
         elif name == NIXL:
@@ -101,11 +101,15 @@ def make(
     return _told_apart(found)
 
 
+def in_order(first: float) -> tuple[str, ...]:
+    """Options for as many first tokens within *first* seconds as can be."""
+    return ("--prompt-order", "shortest", "--ttft-ms", f"{1e3 * first:g}")
+
+
 def ordered(engines: EngineSet, limits: Limits) -> Contestant:
     """Adaptive placement that is to keep *limits*, and short prompts first."""
     tpot, first = (f"{1e3 * seconds:g}" for seconds in (limits.tpot, limits.first))
-    options = ("--placement", "adaptive", "--ttft-ms", first, "--tpot-ms", tpot)
-    options += ("--prompt-order", "shortest")
+    options = ("--placement", "adaptive", "--tpot-ms", tpot, *in_order(limits.first))
     return Contestant(f"{ORDERED} {tpot}/{first}", engines, options, told=limits)
 
 
