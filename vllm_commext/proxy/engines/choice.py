@@ -1,11 +1,11 @@
 """Which engine a request goes to: by the policy of placement, by the least work, or since it keeps
 the answer that the request goes on from."""
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, Self, TypeVar
 
 from vllm_commext.limits import Limits
@@ -68,7 +68,7 @@ class Plan:
 def stride(num_engines: int) -> int:
     """From one window to the next: each engine begins one before any does again."""
     step = WINDOW if num_engines > WINDOW else 1
-    while gcd(step, num_engines) > 1:
+    while math.gcd(step, num_engines) > 1:
         step += 1
     return step
 
@@ -172,9 +172,10 @@ class Chooser:
         start, last = self._turns[pool.role] % max(len(engines), 1), self._last[pool.role].get(name)
         self._turns[pool.role] = start + stride(len(engines))
         turned = engines[start : start + num] + engines[: max(0, start + num - len(engines))]
-        window, following = [*turned[:WINDOW]], [one for one in turned[WINDOW:] if one.usable]
-        if following:
-            window[-1] = min(following, key=lambda one: len(one.load.answers))
+        window, least = [*turned[:WINDOW]], math.inf
+        for one in turned[WINDOW:]:
+            if (answers := len(one.load.answers)) < least and one.usable:
+                least, window[-1] = answers, one
         if last in pool.members and last not in window:
             window[-2] = last
         return window

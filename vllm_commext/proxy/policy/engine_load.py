@@ -88,9 +88,6 @@ class Answer:
         else:
             load.gaps.note(tokens, since, now)
 
-    def read_from(self, source: Job) -> None:
-        self.source = source
-
     def end(self, now: float, is_whole: bool = True) -> None:
         load = self._load
         if self in load.answers:

@@ -181,8 +181,7 @@ class Planner:
         first token's limit: one gets free. If others give too many, the slowest takes all."""
         shared, tpot, options = self.shared, self.shared.limits.tpot, list[_Option]()
         if sources and min([one.steps.pace for one in targets]) >= tpot:
-            step = max([one.steps.slower for one in targets])
-            if step >= tpot * GIVEN_UP:
+            if (step := max([one.steps.slower for one in targets])) >= tpot * GIVEN_UP:
                 slowest = max(targets, key=lambda one: one.steps.pace)
                 slowest.answer = slowest.prompt_room
             elif are_all and step < tpot and shared.lengths.mean * step < shared.limits.first:
@@ -192,25 +191,27 @@ class Planner:
                     one.free = 1.0 - seconds / (max(work) or 1.0)
         handover, second = shared.handover.value, shared.second_token.value
         limit = shared.limits.first or math.inf
+        handed = list[tuple[_Costs, float, float, float]]()
         for at in targets:
-            first = at.busy + at.prefill
-            in_time = self._share_in_time(at, 0.0) if first <= limit else 0.0
-            cost = at.prompt + at.answer + DELAY_WEIGHT * first - (in_time or -at.free)
+            first, in_time = at.busy + at.prefill, self._share_in_time(at, 0.0)
+            cost = at.prompt + at.answer + DELAY_WEIGHT * first
+            cost += at.free if first > limit or not in_time else -in_time
             options.append((cost, len(options), at, at, first, 0.0))
-        handed = [(at, at.busy, self._share_in_time(at, second)) for at in targets if sources]
+            in_time = in_time and self._share_in_time(at, second)
+            handed.append((at, at.busy, at.answer + DELAY_WEIGHT * second, in_time))
         for one in sources:
-            backlog, room, free = one.backlog, one.prompt_room, -one.free
+            backlog, room, free = one.backlog, one.prompt_room, one.free
             first = (backlog if backlog > room else room) + one.prefill + handover
             base = one.prompt + room + DELAY_WEIGHT * first
-            for at, busy, in_time in handed:
+            for at, busy, cost, in_time in handed:
                 if at is one:
                     continue
                 late = second
                 if busy > first:
                     late += busy - first
+                    cost = at.answer + DELAY_WEIGHT * late
                     in_time = self._share_in_time(at, late)
-                cost = base + at.answer + DELAY_WEIGHT * late
-                cost -= free if first > limit else in_time or free
+                cost += base + free if first > limit or not in_time else base - in_time
                 options.append((cost, len(options), one, at, first, late))
         return options
 
@@ -219,7 +220,7 @@ class Planner:
         limit = self.shared.limits.tpot or 1e9
         if (room := limit - at.steps.pace) <= 0.0:
             return 0.0
-        sure = min(1.0, room / (MARGIN * limit))
+        sure = 1.0 if room >= MARGIN * limit else room / (MARGIN * limit)
         return sure * (1.0 - self.shared.lengths.ended(1.0 + late / room, 1)) if late else sure
 
     def _late(

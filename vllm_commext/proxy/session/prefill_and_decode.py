@@ -236,7 +236,7 @@ class Attempt:
             return None
         if prefilled.job is not None:
             if opened.answer is not None:
-                opened.answer.read_from(prefilled.job)
+                opened.answer.source = prefilled.job
             else:
                 prefilled.job.read()
         return max(0.0, opened.opened_at - self._prefilled_at)
