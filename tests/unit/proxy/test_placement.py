@@ -480,6 +480,28 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
     assert place(made, [source, target], [target]).is_local == is_local
 
 
+@pytest.mark.parametrize(
+    ("queue", "per_token", "idx"),
+    [(0, 0.02, 2), (4000, 0.02, 2), (40000, 0.02, 1), (30000, 0.0085, 2)],
+)
+def test_answers_go_to_few_engines_while_prompts_wait(
+    queue: int, per_token: float, idx: int
+) -> None:
+    """So that one gets free for prompts: the engine with the most answers takes more, if all fit
+    it. Else the one with the fewest, as its steps are the shortest."""
+    made = planner(first_token=1.0, per_token=per_token)
+    three = engines(made, 3)
+    for one, num_answers in zip(three, (0, 8, 7), strict=True):
+        for num in 10 * (1, 4, 16):
+            one.load.speed.note_steps(num, 4000 * num, STEP + 1e-4 * num)
+        for _ in range(num_answers):
+            running(one.load, 20, 20 * STEP)
+    three[0].load.recent.share = 0.9
+    if queue:
+        three[0].load.ask(queue, 0, NOW)
+    assert place(made, three, three).decode is three[idx]
+
+
 @pytest.mark.parametrize(("num_answers", "is_full"), [(10, False), (16, True), (60, True)])
 def test_an_answer_that_is_late_anywhere_is_kept_from_an_engine_that_has_too_many(
     num_answers: int, is_full: bool

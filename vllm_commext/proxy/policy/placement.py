@@ -189,6 +189,7 @@ class Planner:
                 work = [load.prompts.seconds + load.queue.seconds for load in loads]
                 for one, seconds in zip(sources, work, strict=True):
                     one.free = 1.0 - seconds / (max(work) or 1.0)
+        self._keep_free(sources, targets)
         handover, second = shared.handover.value, shared.second_token.value
         limit = shared.limits.first or math.inf
         handed = list[tuple[_Costs, float, float, float]]()
@@ -214,6 +215,23 @@ class Planner:
                 cost += base + free if first > limit or not in_time else base - in_time
                 options.append((cost, len(options), one, at, first, late))
         return options
+
+    def _keep_free(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> None:
+        """Make answers dearer at engines without which all would fit: they get free for prompts.
+        The more so the longer prompts wait, and the more time they take."""
+        limits, waits = self.shared.limits, [one.backlog for one in sources if one.backlog > 0.0]
+        wait, num = sum(waits) / len(waits) if waits else 0.0, len(targets)
+        price = min(1.0, wait / limits.first) ** 2 if limits.first else 0.0
+        price *= 1.0 - sum([one.free for one in targets]) / num
+        if price <= DELAY_WEIGHT:  # less than a second is worth
+            return
+        full, used = (1.0 - MARGIN) * limits.tpot, list[float]()
+        for one in targets:
+            alone = one.candidate.load.speed.step_seconds(0.0, 0.0)
+            used.append((one.steps.step - alone) / max(full - alone, 1e-12))
+        busiest = sorted(range(num), key=used.__getitem__, reverse=True)
+        for idx in busiest[math.ceil(sum(used)) or 1 :]:
+            targets[idx].answer += price
 
     def _share_in_time(self, at: _Costs, late: float) -> float:
         """Share of answers in time of those whose second token comes *late* seconds later."""
