@@ -481,14 +481,15 @@ def test_the_last_of_the_slack_is_kept_for_what_comes_next(needed: float, is_loc
 
 
 @pytest.mark.parametrize(
-    ("queue", "per_token", "idx"),
-    [(0, 0.02, 2), (4000, 0.02, 2), (40000, 0.02, 1), (30000, 0.0085, 2)],
+    ("queue", "per_token", "samples", "idx"),
+    [(0, 0.02, 1, 2), (4000, 0.02, 1, 2), (30000, 0.0085, 1, 2), (40000, 0.02, 0, 2)]
+    + [(40000, 0.02, 1, 1)],
 )
 def test_answers_go_to_few_engines_while_prompts_wait(
-    queue: int, per_token: float, idx: int
+    queue: int, per_token: float, samples: int, idx: int
 ) -> None:
     """So that one gets free for prompts: the engine with the most answers takes more, if all fit
-    it. Else the one with the fewest, as its steps are the shortest."""
+    it, as far as steps are known. Else the one with the fewest, as its steps are the shortest."""
     made = planner(first_token=1.0, per_token=per_token)
     three = engines(made, 3)
     for one, num_answers in zip(three, (0, 8, 7), strict=True):
@@ -496,7 +497,7 @@ def test_answers_go_to_few_engines_while_prompts_wait(
             one.load.speed.note_steps(num, 4000 * num, STEP + 1e-4 * num)
         for _ in range(num_answers):
             running(one.load, 20, 20 * STEP)
-    three[0].load.recent.share = 0.9
+    three[0].load.recent.share, made.shared.steps.num_samples = 0.9, samples
     if queue:
         three[0].load.ask(queue, 0, NOW)
     assert place(made, three, three).decode is three[idx]

@@ -223,7 +223,7 @@ class Planner:
         wait, num = sum(waits) / len(waits) if waits else 0.0, len(targets)
         price = min(1.0, wait / limits.first) ** 2 if limits.first else 0.0
         price *= 1.0 - sum([one.free for one in targets]) / num
-        if price <= DELAY_WEIGHT:  # less than a second is worth
+        if price <= DELAY_WEIGHT or not self.shared.steps.is_known:  # less than a second is worth
             return
         full, used = (1.0 - MARGIN) * limits.tpot, list[float]()
         for one in targets:
