@@ -93,11 +93,11 @@ class State:
 
     @property
     def is_silent(self) -> bool:
-        return time.monotonic() < self.silent_until
+        return self.silent_until > 0.0 and time.monotonic() < self.silent_until
 
     @property
     def is_last(self) -> bool:
-        return self.suspected or (self.silent_until > 0.0 and self.is_silent)
+        return self.suspected or self.is_silent
 
     @contextmanager
     def awaited(self, seconds: float) -> Iterator[None]:

@@ -198,7 +198,7 @@ class Planner:
             cost = at.prompt + at.answer + DELAY_WEIGHT * first
             cost += at.free if first > limit or not in_time else -in_time
             options.append((cost, len(options), at, at, first, 0.0))
-            in_time = in_time and self._share_in_time(at, second)
+            in_time = self._share_in_time(at, second) if in_time and sources else 0.0
             handed.append((at, at.busy, at.answer + DELAY_WEIGHT * second, in_time))
         for one in sources:
             backlog, room, free = one.backlog, one.prompt_room, one.free
@@ -218,7 +218,7 @@ class Planner:
 
     def _keep_free(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> None:
         """Make answers dearer at engines without which all would fit: they get free for prompts.
-        The more so the longer prompts wait, and the more time they take."""
+        The price grows with the time that prompts wait, and with their share of time."""
         limits, waits = self.shared.limits, [one.backlog for one in sources if one.backlog > 0.0]
         wait, num = sum(waits) / len(waits) if waits else 0.0, len(targets)
         price = min(1.0, wait / limits.first) ** 2 if limits.first else 0.0
