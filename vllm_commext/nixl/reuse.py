@@ -132,17 +132,14 @@ class OfferTable:
         run, rest = Run([], []), iter(hashes)
         while asked := list(itertools.islice(rest, MAX_FOUND)):
             with self._lock:
-                known = itertools.takewhile(_is_known, map(self._block_of.get, asked))
+                ids = map(self._block_of.get, asked)
+                known = itertools.takewhile(lambda one: one is not None, ids)
                 found = [one for one in known if one is not None]
                 run.generations.extend(self._tables[0][found].tolist() if found else [])
             run.block_ids.extend(found)
             if len(found) < len(asked):
                 break
         return run
-
-
-def _is_known(block_id: int | None) -> bool:
-    return block_id is not None
 
 
 class Names:
@@ -236,7 +233,7 @@ class Offers:
         names = chain(named.last, token_ids, size)
         # Told of their next use, the references as they were.
         self._pool.touch(blocks)
-        self._pool.unpin_blocks(blocks, self._note_use)
+        self._pool.unpin_blocks(blocks, lambda block: self._table.drop(block.block_id))
         self._table.offer(names, [block.block_id for block in blocks])
         named.last, named.count = names[-1], first + len(blocks)
 
@@ -249,9 +246,6 @@ class Offers:
     def clear(self, running: Iterable[Request]) -> None:
         self.forget_running(running)
         self._table.clear()
-
-    def _note_use(self, block: KVCacheBlock) -> None:
-        self._table.drop(block.block_id)
 
 
 class ReuseSide:

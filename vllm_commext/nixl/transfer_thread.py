@@ -168,7 +168,7 @@ class TransferThread:
             if progressed or self._wait_seconds > PENDING_WAIT_SECONDS:
                 return BUSY_WAIT_SECONDS
             return min(WAIT_GROWTH * self._wait_seconds, PENDING_WAIT_SECONDS)
-        if self._loader.client.asking or self._num_launched():
+        if self._loader.client.asking or len(self._publisher or ()):
             return PENDING_WAIT_SECONDS
         streams = self._loader.streams
         return streams.seconds_to_look() if len(streams) else None
@@ -177,9 +177,6 @@ class TransferThread:
         if len(self._lease_manager):
             return LEASED_WAIT_SECONDS
         return DUTY_WAIT_SECONDS if self._loader.has_duties else IDLE_WAIT_SECONDS
-
-    def _num_launched(self) -> int:
-        return len(self._publisher) if self._publisher is not None else 0
 
     def _take_commands(self) -> bool:
         try:

@@ -183,7 +183,7 @@ def test_a_turn_is_computed_where_its_history_is_while_there_is_slack(
 ) -> None:
     made = planner(per_token=0.0075)
     both = engines(made)
-    both[1] = both[1]._replace(held_tokens=held)
+    both[1].held_tokens = held
     for _ in range(num_running):
         running(both[1].load, 100, 100 * STEP)
     placed = place(made, both, both)
@@ -266,9 +266,9 @@ def plainly_late(at: _Costs, by: int, seen: int) -> float:
 
     def late(answer: Answer, is_slower: bool, is_behind: bool) -> float:
         """Limit times tokens, less the time to these: late where it is below zero."""
-        step, wait = at.steps[is_slower], at.backlog + at.prefill * is_behind
+        step = at.steps.slower if is_slower else at.steps.step
         had = answer.tokens or 1
-        until = max(0.0, answer.first_at - NOW)
+        until, wait = max(0.0, answer.first_at - NOW), at.backlog + at.prefill * is_behind
         spent = limit + (NOW - answer.first_at if answer.has_begun and not until else 0.0)
         left, used = limit - step, spent + max(0.0, wait - until) - had * step
         if left == 0.0 or used / left <= 0.0:  # whatever its length is
@@ -294,7 +294,7 @@ def plainly(
     options = of._options([made[p.key] for p in sources], [made[d.key] for d in decode])
 
     def cost(idx: int) -> float:
-        total, _, source, at, _, _ = options[idx]
+        total, source, at, _, _ = options[idx]
         assert (source.candidate, at.candidate) == pairs[idx]
         if source is at:
             return total + OTHERS_MISSED * max(0.0, plainly_late(at, BY_BOTH, seen))
@@ -330,7 +330,7 @@ def test_what_cannot_win_is_left_out_and_the_best_is_found() -> None:
             load, work_seed = candidate.load, seed if twins and idx % 2 else rng.random()
             for num in (1, 4, 8):
                 load.speed.note_steps(num, 4000 * num, STEP + slope * num)
-            both[idx] = candidate._replace(held_tokens=rng.choice((0, 0, 1000, 3900)))
+            candidate.held_tokens = rng.choice((0, 0, 1000, 3900))
             give_work(load, random.Random(work_seed))
             load.look(NOW)
             load.recent.share = rng.choice((0.0, 0.2, 0.6))
@@ -533,6 +533,6 @@ def test_answers_are_late_where_one_more_makes_steps_longer_than_the_limit(
     (one,) = engines(made, 1)
     running(one.load, 10, 10 * STEP)
     costs = _Costs(one, 4000, NOW)
-    costs.steps = costs.steps._replace(step=STEP, slower=0.008, pace=0.008)
+    costs.steps.step, costs.steps.slower = STEP, 0.008
     late = made._late(costs, BY_ANSWER, NOW, MAX_SEEN)
     assert late == (0.0 if per_token == 0.008 else 1.0)

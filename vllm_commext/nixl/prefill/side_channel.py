@@ -147,17 +147,14 @@ class SideChannelServer:
     def _serve(self) -> None:
         while not self._stop.is_set():
             try:
-                self._listener.turn(self._look_seconds())
+                look = math.inf if self._drains is None else DRAIN_LOOK_SECONDS
+                self._listener.turn(max(min(look, self._next_late - time.monotonic()), 0.0))
                 self._answer_held()
                 self._tell_drain()
             except Exception:  # noqa: BLE001 one asker's error is no other's
                 self._log.exception("turn", "a turn of the side channel failed; it goes on")
                 self._stop.wait(_RETRY_SECONDS)
         self._listener.close()
-
-    def _look_seconds(self) -> float:
-        look = math.inf if self._drains is None else DRAIN_LOOK_SECONDS
-        return max(min(look, self._next_late - time.monotonic()), 0.0)
 
     def _answer_held(self) -> None:
         while self._changed:
@@ -180,7 +177,10 @@ class SideChannelServer:
         asked, is_late = question.asked, time.monotonic() >= question.until
         assert self._streams is not None  # else no such question is held
         found = self._streams.find(asked.keys, asked.awaited)
-        return self._found_streams(found) if found or is_late else None
+        if not found and not is_late:
+            return None
+        tp_size = len(self._answers) // self._pp_size
+        return wire.FoundStreams(**self._place, tp_size=tp_size, pp_size=self._pp_size, found=found)
 
     def _send_found(
         self, connection: Connection, found: wire.FoundStreams | wire.FoundBlocks, nonce: bytes
@@ -285,10 +285,6 @@ class SideChannelServer:
     def _has_room(self, connection: Connection, num_keys: int) -> bool:
         is_full = len(self._held) >= MAX_HELD or self._num_keys + num_keys > MAX_HELD_KEYS
         return not is_full and self._num_held[connection.address] < MAX_HELD_OF_ONE
-
-    def _found_streams(self, found: dict[str, wire.FoundStream]) -> wire.FoundStreams:
-        tp_size = len(self._answers) // self._pp_size
-        return wire.FoundStreams(**self._place, tp_size=tp_size, pp_size=self._pp_size, found=found)
 
     def _find_blocks(self, request: wire.FindBlocks) -> wire.FoundBlocks:
         """Raises ProtocolError for a question that cannot be answered here."""

@@ -172,6 +172,8 @@ class Answers(dict[Answer, None]):
     """Answers that an engine gives or is to give. context: tokens of those that have begun, prompts
     included; coming: of the others."""
 
+    __slots__ = "coming", "context", "num_begun"
+
     def __init__(self) -> None:
         super().__init__()
         self.num_begun = self.context = self.coming = 0
@@ -230,7 +232,7 @@ class Recent:
 
     def pace(self, step: float) -> float:
         """Seconds a token with steps of *step* seconds and the recent share of prompts."""
-        return step / max(1.0 - self.share, 0.05)
+        return step / (1.0 - self.share if self.share < 0.95 else 0.05)
 
 
 class Cache:

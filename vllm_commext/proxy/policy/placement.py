@@ -9,7 +9,9 @@ are expected to miss a limit by it, itself included; among equals, where it take
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from vllm_commext.limits import Limits
@@ -32,7 +34,8 @@ OTHERS_MISSED = 1.5
 """Weight of other answers' missed limits: the least of several estimates is mostly too low."""
 
 
-class Candidate(NamedTuple):
+@dataclass(slots=True)
+class Candidate:
     """An engine that may take a step, and the tokens of the prompt it holds."""
 
     load: EngineLoad
@@ -65,7 +68,8 @@ BY_BOTH = BY_PROMPT | BY_ANSWER
 """Causes of delay for an engine's other answers."""
 
 
-class _Steps(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Steps:
     """Expected seconds of an engine's step, of one with an answer more (slower), and of that with
     recent prompts (pace). planned: others to come."""
 
@@ -87,7 +91,7 @@ class _Costs:
 
     def __init__(self, candidate: Candidate, tokens: int, now: float) -> None:
         self.candidate = candidate
-        load, held, _ = candidate
+        load, held = candidate.load, candidate.held_tokens
         load.look(now)
         shared, speed, answers = load.shared, load.speed, load.answers
         length, tpot, crowd = shared.lengths.mean, shared.limits.tpot, 0.0
@@ -112,8 +116,8 @@ class _Costs:
         self.late: dict[int, float] = {}
 
 
-_Option = tuple[float, int, _Costs, _Costs, float, float]
-"""Total cost, idx, engines of both steps, seconds to the first token, and the time that the second
+_Option = tuple[float, _Costs, _Costs, float, float]
+"""Total cost, engines of both steps, seconds to the first token, and the time that the second
 one takes longer."""
 
 
@@ -141,12 +145,13 @@ class Planner:
         if prefill is not decode:
             costs = {one.candidate.load: one for one in targets}
             sources = [costs.get(one.load) or _Costs(one, tokens, now) for one in prefill]
-        seen = max(2, MAX_SEEN // len({*targets, *sources}))
+        both = targets if sources is targets else {*targets, *sources}
+        seen = max(2, MAX_SEEN // len(both))
         options = self._options(sources if self.shared.limits.tpot else [], targets, are_all)
-        options.sort()
+        options.sort(key=itemgetter(0))
         best, least = options[0], math.inf
         for option in options:
-            cost, idx, source, at, _, _ = option
+            cost, source, at, _, _ = option
             if cost > least:
                 break  # even if it makes no other answer late
             # Less than for those before, so what stopped there is enough.
@@ -155,15 +160,15 @@ class Planner:
             if source is not at and others <= most:
                 others += self._late(at, BY_ANSWER, now, seen, most)
             cost += OTHERS_MISSED * others if others > 0.0 else 0.0
-            if cost < least or (cost == least and idx < best[1]):
+            if cost < least:
                 best, least = option, cost
-        _, _, source, at, first, late = best
+        _, source, at, first, late = best
         length, limits = max(self.shared.lengths.mean, 1.0), self.shared.limits
         is_late, is_local = 0.0 < limits.first < first, source is at
         per_token, tpot = at.steps.pace + late / length, limits.tpot
         lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.steps.slower > tpot * LONG_STEP)
-        turned = (one for one in options if (one[2] is one[3]) != is_local)
-        other = next(((one[4], one[3].steps.pace + one[5] / length) for one in turned), None)
+        turned = (one for one in options if (one[1] is one[2]) != is_local)
+        other = next(((one[3], one[2].steps.pace + one[4] / length) for one in turned), None)
         return Way(source.candidate, at.candidate, first, per_token, is_late, lost, other, least)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
@@ -197,7 +202,7 @@ class Planner:
             first, in_time = at.busy + at.prefill, self._share_in_time(at, 0.0)
             cost = at.prompt + at.answer + DELAY_WEIGHT * first
             cost += at.free if first > limit or not in_time else -in_time
-            options.append((cost, len(options), at, at, first, 0.0))
+            options.append((cost, at, at, first, 0.0))
             in_time = self._share_in_time(at, second) if in_time and sources else 0.0
             handed.append((at, at.busy, at.answer + DELAY_WEIGHT * second, in_time))
         for one in sources:
@@ -213,7 +218,7 @@ class Planner:
                     cost = at.answer + DELAY_WEIGHT * late
                     in_time = self._share_in_time(at, late)
                 cost += base + free if first > limit or not in_time else base - in_time
-                options.append((cost, len(options), one, at, first, late))
+                options.append((cost, one, at, first, late))
         return options
 
     def _keep_free(self, sources: Sequence[_Costs], targets: Sequence[_Costs]) -> None:
@@ -222,7 +227,8 @@ class Planner:
         limits, waits = self.shared.limits, [one.backlog for one in sources if one.backlog > 0.0]
         wait, num = sum(waits) / len(waits) if waits else 0.0, len(targets)
         price = min(1.0, wait / limits.first) ** 2 if limits.first else 0.0
-        price *= 1.0 - sum([one.free for one in targets]) / num
+        if price > DELAY_WEIGHT:
+            price *= 1.0 - sum([one.free for one in targets]) / num
         if price <= DELAY_WEIGHT or not self.shared.steps.is_known:  # less than a second is worth
             return
         full, used = (1.0 - MARGIN) * limits.tpot, list[float]()
@@ -250,7 +256,7 @@ class Planner:
             return found
         lengths, limit, backlog = self.shared.lengths, self.shared.limits.tpot, at.backlog
         answers, longer, place_of = at.candidate.load.answers, lengths.longer, places
-        step, slower, _, planned = at.steps
+        step, slower, planned = at.steps.step, at.steps.slower, at.steps.planned
         more = at.prefill if by & BY_PROMPT else 0.0
         left = limit - step or 1e-12
         new_left = limit - slower or 1e-12 if by & BY_ANSWER else left
@@ -261,23 +267,26 @@ class Planner:
         for answer in islice(answers, 0, None, stride) if stride > 1 else answers:
             if had := answer.tokens:
                 behind = base - answer.first_at - limit * had
+                if behind <= in_time or behind > hopeless:
+                    continue
                 new_behind = behind + more
             else:
                 had, until = 1, max(0.0, answer.first_at - now)
-                behind = max(0.0, backlog - until)
-                new_behind = max(0.0, backlog + more - until)
-            if behind <= in_time or behind > hopeless:
-                continue
+                behind, new_behind = max(0.0, backlog - until), max(0.0, backlog + more - until)
             if new_left < 0.0:
                 needed = had + new_behind / new_left
                 found += 1.0 if needed <= had else 1.0 - lengths.ended(needed, had)
                 if left < 0.0 or behind > 0.0:
                     found -= _share_late(lengths, behind, left, had)
-            elif (needed := had + behind / left if behind > 0.0 else had) < MOST_BINNED:
+            else:
+                before = among = longer[place_of[had]]
+                if behind > 0.0:
+                    needed = had + behind / left
+                    before = longer[place_of[int(needed)]] if needed < MOST_BINNED else 0.0
                 new = had + new_behind / new_left
                 late = longer[place_of[int(new)]] if new < MOST_BINNED else 0.0
-                if late < (among := longer[place_of[had]]):
-                    found += (longer[place_of[int(needed)]] - late) / among
+                if late < before:
+                    found += (before - late) / among
             if found > most:
                 break
         found *= stride

@@ -37,6 +37,8 @@ class Queue(dict[Waiting, None]):
     times that one's length.
     """
 
+    __slots__ = "_limit", "_seconds", "_spared"
+
     def __init__(self, limit: float) -> None:
         super().__init__()
         self._limit = limit
