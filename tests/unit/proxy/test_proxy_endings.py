@@ -105,10 +105,9 @@ async def test_a_client_that_leaves_at_the_error_event_hides_no_failure(
     monkeypatch.setattr(Relay, "end_broken", stays)
     async with kit.cluster() as cluster:
         cluster.decode[0].behave = kit.streaming(EVENT)
-        async with cluster.post(STREAM) as response:
+        async with cluster.post(STREAM, headers={"Connection": "close"}) as response:
             while b"error" not in await response.content.readany():
                 pass
-            response.close()
         await cluster.idle()
         assert kit.outcome("bad_answer", "decode") in await cluster.metrics()
 
