@@ -225,7 +225,7 @@ def test_an_engine_without_metrics_counts_as_one_that_has_not_drained(
     monkeypatch.setitem(globals(), "METRICS", "process_cpu_seconds_total 3.0\n")
     assert drain(engine, "--wait", "1", "--quiet", "0.1") == 1
     said = capsys.readouterr().out
-    assert "0 requests in its server, nan in its engine or held, as its metrics do not say" in said
+    assert "0 requests in its server, ? in its engine or held, as its metrics do not say" in said
     assert "has not drained within 1 s" in said
 
 

@@ -3,12 +3,12 @@
 import argparse
 import http.client
 import json
-import math
 import os
 import re
 import time
 import urllib.error
 import urllib.request
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def _wait(url: str, wait_seconds: float, quiet_seconds: float) -> int:
             continue
         if any(left.values()):
             idle_since = now
-        line = ", ".join(f"{number:g} {what}" for what, number in left.items())
+        line = ", ".join(f"{'?' if isnan(n) else f'{n:g}'} {what}" for what, n in left.items())
         if line != told:
             print(f"{url} drains: {line}", flush=True)
             told = line
@@ -106,7 +106,7 @@ def work_left(url: str) -> dict[str, float] | None:
         samples = [(name, float(value)) for name, value in page]
         in_server = {"requests in its server": float(json.loads(health)["in_flight"])}
         if not any(name in UNFINISHED for name, _ in samples):
-            return in_server | {UNSEEN: math.nan}
+            return in_server | {UNSEEN: nan}
         return in_server | {
             "in its engine": sum(value for name, value in samples if name in UNFINISHED),
             "held for decode engines": sum(value for name, value in samples if name == HELD),
