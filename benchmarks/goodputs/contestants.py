@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from goodputs.engines import BOTH, NIXL, P2P, PLAIN, TIER_PORT, EngineSet
@@ -73,18 +73,18 @@ def make(
         ConfigError: an unknown name.
     """
     both = EngineSet(BOTH, step)
-    local = ("--placement", "local")
+    local, splits = ("--placement", "local"), [(f" {num}P", num) for num in prefills] or [("", -1)]
     found: list[Contestant] = []
     for name in names:
         if name == REPLICAS:
             found.append(Contestant(name, both, local))
         elif name == FIXED:
-            found += [Contestant(f"{name} {num}P", both, num_prefill=num) for num in prefills]
-            found += [] if prefills else [Contestant(name, both, num_prefill=-1)]
+            found += [Contestant(f"{name}{of}", both, num_prefill=num) for of, num in splits]
         elif name == IN_ORDER:
             order = in_order(told[0].first)
             found.append(Contestant(f"{REPLICAS} in order", both, (*local, *order)))
-            found.append(Contestant(f"{FIXED} in order", both, order, num_prefill=-1))
+            for of, num in splits:
+                found.append(Contestant(f"{FIXED}{of} in order", both, order, num_prefill=num))
         elif name == NIXL:
             found.append(Contestant(name, EngineSet(NIXL, step), num_prefill=-1))
         elif name == P2P:
@@ -119,8 +119,7 @@ def _told_apart(contestants: Sequence[Contestant]) -> list[Contestant]:
     found: list[Contestant] = []
     for one in contestants:
         counts[one.name] = number = counts.get(one.name, 0) + 1
-        name = one.name if number == 1 else f"{one.name} ({number})"
-        found.append(Contestant(name, one.engines, one.options, one.num_prefill, one.told))
+        found.append(one if number == 1 else replace(one, name=f"{one.name} ({number})"))
     return found
 
 
