@@ -92,10 +92,6 @@ class PollSchedule:
         return wait_seconds(now - self.since, expected)
 
 
-def no_ids() -> Ids:
-    return np.empty(0, dtype=np.uint32)
-
-
 class Wanted(NamedTuple):
     """Pieces of a group's region that are to be read: the first and how many."""
 
@@ -164,7 +160,7 @@ class Cursor:
 
     def _begin(self) -> None:
         self.done = self.target = self.first
-        self.ids = [no_ids() for _ in self.groups]
+        self.ids: list[Ids] = [np.empty(0, dtype=np.uint32) for _ in self.groups]
         self.is_computed = self.is_whole = False
         self.schedule = PollSchedule(time.perf_counter())
 

@@ -167,8 +167,11 @@ class Planner:
         is_late, is_local = 0.0 < limits.first < first, source is at
         per_token, tpot = at.steps.pace + late / length, limits.tpot
         lost = is_late or (0.0 < tpot * GIVEN_UP < per_token and at.steps.slower > tpot * LONG_STEP)
-        turned = (one for one in options if (one[1] is one[2]) != is_local)
-        other = next(((one[3], one[2].steps.pace + one[4] / length) for one in turned), None)
+        other = None
+        for _, turned, to, after, later in options:
+            if (turned is to) != is_local:
+                other = after, to.steps.pace + later / length
+                break
         return Way(source.candidate, at.candidate, first, per_token, is_late, lost, other, least)
 
     def note(self, way: Way, tokens: int, now: float) -> Planned:
@@ -252,15 +255,15 @@ class Planner:
     ) -> float:
         """Answers *at* an engine that are late because of *by*, from *max_seen* of them; stops
         above *most*."""
-        if (found := at.late.get(by)) is not None:
-            return found
+        if by in at.late:
+            return at.late[by]
         lengths, limit, backlog = self.shared.lengths, self.shared.limits.tpot, at.backlog
         answers, longer, place_of = at.candidate.load.answers, lengths.longer, places
         step, slower, planned = at.steps.step, at.steps.slower, at.steps.planned
         more = at.prefill if by & BY_PROMPT else 0.0
         left = limit - step or 1e-12
         new_left = limit - slower or 1e-12 if by & BY_ANSWER else left
-        stride = -(-len(answers) // max_seen) or 1
+        stride = -(-len(answers) // max_seen) if len(answers) > max_seen else 1
         found, most, base = 0.0, most / stride, now + backlog + limit
         in_time = -more if new_left >= 0.0 else -math.inf  # even so
         hopeless = 0.0 if left < 0.0 else math.inf  # late in any case
@@ -293,7 +296,8 @@ class Planner:
         if planned and by & BY_PROMPT:
             late = _share_late(lengths, backlog + more, new_left, 1)
             found += planned * (late - _share_late(lengths, backlog, left, 1))
-        return at.late.setdefault(by, found)
+        at.late[by] = found
+        return found
 
 
 def _share_late(lengths: Lengths, behind: float, left: float, had: int) -> float:
