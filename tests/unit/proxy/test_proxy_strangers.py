@@ -125,7 +125,7 @@ async def test_large_bodies_leave_room_for_small_ones(kit: Any) -> None:
         large = [await Stranger.of(cluster, part) for _ in range(2)]
         await kit.until(lambda: cluster.proxy.budget.held_bytes == 6 * MIB, "two bodies")
         large.append(await Stranger.of(cluster, part))
-        assert (await large[2].answer())[0] == 503
+        assert (await large[2].answer(keeps=True))[0] == 503
         await served(cluster)
 
 
@@ -259,7 +259,8 @@ async def test_many_requests_begin_a_few_at_a_time_each_client_in_turn(
 
 
 @pytest.mark.parametrize("sent", [0, 40_000])
-async def test_a_body_must_keep_coming(kit: Any, sent: int) -> None:
+async def test_a_body_must_keep_coming(kit: Any, monkeypatch: Any, sent: int) -> None:
+    monkeypatch.setitem(connections._HTTP, "lingering_time", 0.1)
     options = {"client_timeout_seconds": 0.2, "upload_bytes_per_second": 100_000}
     async with kit.cluster(**options) as cluster:
         slow = await Stranger.of(cluster, head(MIB) + b" " * sent)
