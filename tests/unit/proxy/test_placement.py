@@ -312,7 +312,7 @@ def give_work(load: EngineLoad, rng: random.Random) -> None:
     for _ in range(rng.choice((0, 0, 2, 5))):
         load.queue.add(Waiting(NOW - rng.random(), rng.choice((0.02, 0.1, 0.3))))
     for _ in range(rng.choice((0, 2, 4, 8, 20))):
-        tokens = rng.randint(2, 150)
+        tokens = rng.randint(2, 150) if rng.random() < 0.95 else 40_000
         running(load, tokens, tokens * STEP * rng.uniform(0.8, 1.1))
     for _ in range(rng.choice((0, 0, 2))):
         load.expect(1000, NOW + rng.uniform(-0.1, 0.1))

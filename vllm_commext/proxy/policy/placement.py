@@ -281,7 +281,7 @@ class Planner:
                 found += 1.0 if needed <= had else 1.0 - lengths.ended(needed, had)
                 if left < 0.0 or behind > 0.0:
                     found -= _share_late(lengths, behind, left, had)
-            else:
+            elif had < MOST_BINNED:
                 before = among = longer[place_of[had]]
                 if behind > 0.0:
                     needed = had + behind / left
